@@ -59,6 +59,8 @@ class CountedBackend:
 
 
 class _CountedSink:
+    in_order = False
+
     def __init__(self, inner: Sink, operations: Counter[str]) -> None:
         self._inner, self._operations, self.alignment = inner, operations, inner.alignment
 

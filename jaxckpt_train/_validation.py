@@ -37,7 +37,8 @@ _LOWER_IS_BETTER = frozenset(
     {"err", "error", "errors", "kl", "loss", "losses", "mae", "mse", "neg", "negative", "nll", "rmse", "std"}
     | {"variance"}
 )
-_URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*:/")  # pathlib removes the second slash
+_URL = re.compile("([A-Za-z][A-Za-z0-9+.-]*):/(.*)", re.DOTALL)  # pathlib removes the second slash
+URL_SCHEMES = ("s3", "gs", "az")
 
 
 def refuse(subject: str, expected: str, found: object) -> NoReturn:
@@ -72,22 +73,51 @@ def unicode_text(subject: str, value: Any) -> str:
 
 
 def path_text(subject: str, value: Any) -> str:
-    """Check for a path of the file system, and return it as text."""
+    """Check for a path of the file system, or a URL of an object store, and return it as text."""
     found = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(found, str) or not found or "\0" in found:
-        refuse(subject, "a path, as text or pathlib.Path", value)
+        refuse(subject, "a path or a URL, as text or pathlib.Path", value)
     try:
         os.fsencode(found)
     except UnicodeEncodeError:
         refuse(subject, "a path with characters that the file system accepts", value)
-    if _URL.match(found):
-        refuse(subject, "a path of the file system, since other stores are not supported yet", str(value))
-    return found
+    url = _URL.match(found)
+    return found if url is None else _checked_url(subject, *url.groups())
+
+
+def _checked_url(subject: str, scheme: str, rest: str) -> str:
+    """Return a URL in its normal form."""
+    bucket, *parts = rest.removeprefix("/").rstrip("/").split("/")
+    if scheme not in URL_SCHEMES or not bucket:
+        refuse(
+            subject,
+            "a path, or a URL such as s3://bucket/run, gs://bucket/run or az://container/run",
+            _bare(scheme, rest),
+        )
+    if wrong := [part for part in parts if part in ("", ".", "..")]:
+        refuse(subject, f"a URL without the part {wrong[0]!r}", _bare(scheme, rest))
+    return f"{scheme}://{'/'.join([bucket, *parts])}"
+
+
+def _bare(scheme: str, rest: str) -> str:
+    """A URL for a message, without a user and a query, which may be secrets."""
+    return f"{scheme}://{rest.lstrip('/').partition('?')[0].rpartition('@')[2]}"
+
+
+def is_url(path: str) -> bool:
+    """Whether a checked path is a URL of an object store."""
+    return path.partition("://")[0] in URL_SCHEMES and "://" in path
 
 
 def absolute_path(subject: str, value: Any, base: str = "") -> str:
-    """Return the absolute path, with `~` expanded; a relative path starts at `base` or at the working directory."""
-    expanded = os.path.expanduser(path_text(subject, value))
+    """Return the absolute path, with `~` expanded; a relative path starts at `base` or at the working directory.
+
+    A URL stays as it is.
+    """
+    found = path_text(subject, value)
+    if is_url(found):
+        return found
+    expanded = os.path.expanduser(found)
     if expanded.startswith("~"):
         raise SettingsError(
             f"{subject} {expanded!r}: expected a user with a home directory after '~', found none; if the name itself "
@@ -119,6 +149,12 @@ def seconds(subject: str, value: Any) -> float:
     """Check for a finite number of seconds above 0, also of numpy, and return it as a float."""
     number = _real(value)
     return number if 0 < number < math.inf else refuse(subject, "a finite number of seconds above 0", value)
+
+
+def duration(subject: str, value: Any) -> float:
+    """Check for a finite number of seconds, at least 0, and return it as a float."""
+    number = _real(value)
+    return number if 0 <= number < math.inf else refuse(subject, "a finite number of seconds, at least 0", value)
 
 
 def time_limit(subject: str, value: Any) -> float | None:
@@ -233,6 +269,13 @@ def _check_of(hint: Any) -> Check:
 def optional(check: Check) -> Check:
     """Return a check that also accepts None."""
     return lambda subject, value: None if value is None else check(subject, value)
+
+
+def texts_by_name(subject: str, value: Any) -> dict[str, str]:
+    """Check for a mapping of names to texts, whose values may be secrets: no message shows them."""
+    if not isinstance(value, Mapping) or not all(isinstance(each, str) for pair in value.items() for each in pair):
+        refuse(subject, "a mapping of names to texts", type(value).__name__)
+    return dict(value)
 
 
 def list_of(what: str) -> Callable[[str, Any], tuple[Any, ...]]:

@@ -29,11 +29,12 @@ from jaxckpt_train.pytree.leaves import Only
 from jaxckpt_train.pytree.restore import JobLoads, LoadOptions
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.backends.base import Backend
-from jaxckpt_train.store.backends.local import LocalBackend, is_file
+from jaxckpt_train.store.backends.by_path import backend_for
 from jaxckpt_train.store.committed import Committed, use_committed
+from jaxckpt_train.store.files import is_file
 from jaxckpt_train.store.reader import polling
 from jaxckpt_train.store.timeouts import call_with_timeout
-from jaxckpt_train.store.transaction import Transaction
+from jaxckpt_train.store.transaction import Transaction, begin
 from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
 from jaxckpt_train.transforms.apply import apply_operations, parse_operations
@@ -41,7 +42,6 @@ from jaxckpt_train.transforms.operations import Operation
 
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
-_BACKEND: Backend = LocalBackend()
 
 
 def options_for(source: Opened, options: LoadOptions) -> LoadOptions:
@@ -80,7 +80,7 @@ def use_source(backend: Backend, path: str, use: Callable[[Opened], T], settings
     It may be of this package, or of Orbax, PyTorch, safetensors or Flax. Raises NotACheckpointError if there is no
     checkpoint of a known format, otherwise as `open_committed` and `open_found`, and what `use` raises.
     """
-    if is_file(path):
+    if is_file(backend, path):
         return use(open_found(backend, find_file(backend, path), settings))
     seen: list[Committed] = []
 
@@ -182,9 +182,9 @@ def save_checkpointables_async(
     final, chosen = absolute(path), checked_settings("settings", settings)
     info, replace = dict[str, Any](), flag("overwrite", overwrite)
     job = current().within("save", chosen.barrier_timeout_s)
-    is_single_process = job.processes == 1
-    target = PathTarget(_BACKEND, final, chosen, info, replace)
-    save = CheckpointSave(job, final, _BACKEND, chosen)
+    is_single_process, backend = job.processes == 1, backend_for(chosen)
+    target = PathTarget(backend, final, chosen, info, replace)
+    save = CheckpointSave(job, final, backend, chosen)
     with save.sharing_errors():
         if is_single_process:  # in a job, all processes get the error when they wait
             target.check()
@@ -192,7 +192,7 @@ def save_checkpointables_async(
         info |= run_info(custom_metadata)
         if is_single_process:  # here, so that the call refuses a wrong path
             target.transaction = save.transaction = call_with_timeout(
-                final, lambda: Transaction(_BACKEND, final, chosen), undo=_abort
+                final, lambda: begin(backend, final, chosen), undo=_abort
             )
     pending = save.start(lambda: describe(save.write_and_commit(target)))
     wait_until_taken(save.parts, pending)
@@ -272,7 +272,7 @@ def load(
             return load_parts(files, there, {name: like}, changed.settings, how, progress, loads)[name]
 
         with polling(progress):
-            return use_source(_BACKEND, there, load_main, chosen)
+            return use_source(backend_for(chosen), there, load_main, chosen)
 
 
 def load_checkpointables(
@@ -305,15 +305,16 @@ def load_checkpointables(
         expect_parts(loads, {} if targets is None else named("targets", targets))
         there = _to_read(path)
         with polling(progress):
-            return use_source(_BACKEND, there, load_named, chosen)
+            return use_source(backend_for(chosen), there, load_named, chosen)
 
 
-def metadata(path: PathLike) -> CheckpointMetadata:
+def metadata(path: PathLike, *, settings: StoreSettings | None = None) -> CheckpointMetadata:
     """Describe the contents of a checkpoint. Reads no array data and touches no device.
 
     Raises NotACheckpointError, CorruptCheckpointError or FormatVersionError; see `errors`.
     """
-    return use_source(_BACKEND, _to_read(path), lambda source: describe(source.committed), StoreSettings())
+    chosen = checked_settings("settings", settings)
+    return use_source(backend_for(chosen), _to_read(path), lambda source: describe(source.committed), chosen)
 
 
 def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyReport:
@@ -322,15 +323,16 @@ def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyRe
     Raises NotACheckpointError if nothing is committed at `path`, or retention removed it meanwhile.
     """
     chosen, there = checked_settings("settings", settings), _to_read(path)
+    backend = backend_for(chosen)
 
     def verify_or_raise(committed: Committed) -> VerifyReport:
-        report = verify_opened(_BACKEND, committed, chosen)
+        report = verify_opened(backend, committed, chosen)
         if not report.ok:  # raising lets `use_committed` retry if the checkpoint was being replaced
             raise _DamagedError(report)
         return report
 
     try:
-        return use_committed(_BACKEND, there, verify_or_raise)
+        return use_committed(backend, there, verify_or_raise)
     except _DamagedError as error:
         return error.report
     except CorruptCheckpointError as error:  # the manifest is damaged

@@ -49,7 +49,7 @@ from jaxckpt_train.run.retention import BestLink
 from jaxckpt_train.run.saving import Drift, SaveRequest, SaveResult, StepSave
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
 from jaxckpt_train.store.backends.base import Backend
-from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.backends.by_path import backend_for
 from jaxckpt_train.store.reader import ReadProgress, polling
 from jaxckpt_train.store.threads import free_in_child
 from jaxckpt_train.store.timeouts import time_limited
@@ -222,10 +222,18 @@ class StepManager:
         self.restored_step: int | None = None
         self.is_in_loop = False  # whether a loop continues from the restored step, so that `restore` only reads
         self.drift: Drift | None = None  # compares each save with the values that the loop resumed with
-        self._clock, backend = clock or utc_now, backend or LocalBackend()
+        self._clock, backend = clock or utc_now, backend or backend_for(self.settings)
         self._save_slot = SaveSlot(if_busy, stall_timeout_s, if_stalled)
         rate = self.settings.scrub_bytes_per_s
-        self._run = RunDirectory(backend, self.directory, preservation_policy, self._clock, rate, best_link)
+        self._run = RunDirectory(
+            backend,
+            self.directory,
+            preservation_policy,
+            self._clock,
+            rate,
+            best_link,
+            self.settings.object_store.delete_grace_s,
+        )
         self.history = self._run.history
         self._job_sync = JobSync(current(), self.settings.barrier_timeout_s, self._run)
         self._save_scheduler = SaveScheduler(

@@ -1,11 +1,12 @@
-"""StoreSettings: how checkpoints are written, checked and read."""
+"""StoreSettings: how checkpoints are written, checked and read. ObjectStoreSettings: how an object store is reached."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from jaxckpt_train._validation import check_fields, seconds, whole
+from jaxckpt_train._validation import check_fields, duration, known_keys, refuse, seconds, text, texts_by_name, whole
 from jaxckpt_train.errors import SettingsError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -18,6 +19,71 @@ STALL_TIMEOUT_S = 60.0  # the default of StepManager and CheckpointCallback
 MOST_IO_THREADS = 64  # the threads live until the process ends
 _MOST = 1 << 50  # bytes: more than any machine has, and within C's integers
 _Bytes = Annotated[int, whole(MIB, _MOST)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectStoreSettings:
+    """How `s3://`, `gs://` and `az://` are reached. An instance checks its values when it is created.
+
+    Credentials are not here: they come from the cloud's own chain (environment, profile, instance), as obstore finds
+    them.
+
+    Attributes:
+        endpoint: the URL of the service, such as "https://minio.example.com". None: the cloud's own, or what the
+            environment says (`AWS_ENDPOINT_URL`, `GOOGLE_BASE_URL`, `AZURE_STORAGE_ENDPOINT`).
+        region: the region of an S3 bucket. None: what the environment says.
+        part_bytes: the size of the parts of an upload. S3 allows 10,000 parts, of at least 5 MiB.
+        concurrency: how many parts of one object are sent at the same time, and how many requests a load makes. An
+            upload holds this many parts in memory, and one more.
+        connect_timeout_s: the time limit of a connection.
+        request_timeout_s: the time limit of one request with its body: a part must get through in this time.
+        retries: how often a request that failed (429, 5xx, a broken connection) is repeated.
+        retry_timeout_s: after this time, a request that failed is not repeated any more.
+        delete_grace_s: how long the data of a deleted step stays, for readers that have opened it. They hold no open
+            files there.
+        check_conditions: check before the first save that the endpoint honours conditional puts. False: a bucket whose
+            endpoint ignores them is accepted. Then no other job must ever save there.
+        anonymous: send no credentials, to read a public bucket.
+        options: more options of obstore by their names, such as {"virtual_hosted_style_request": "true"}. They may be
+            secrets, so they are never shown.
+
+    Raises:
+        SettingsError: a value is out of range or of the wrong type.
+    """
+
+    endpoint: Annotated[str, text] | None = None
+    region: Annotated[str, text] | None = None
+    part_bytes: Annotated[int, whole(5 * MIB, GIB)] = 8 * MIB
+    concurrency: Annotated[int, whole(1, 64)] = 6
+    connect_timeout_s: Annotated[float, seconds] = 10.0
+    request_timeout_s: Annotated[float, seconds] = 60.0
+    retries: Annotated[int, whole(0, 100)] = 10
+    retry_timeout_s: Annotated[float, seconds] = 180.0
+    delete_grace_s: Annotated[float, duration] = 600.0
+    check_conditions: bool = True
+    anonymous: bool = False
+    options: Annotated[Mapping[str, str], texts_by_name] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        check_fields("ObjectStoreSettings", self)
+
+    def __hash__(self) -> int:
+        """Equal settings have equal hashes: clients are kept by them."""
+        plain = [getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "options"]
+        return hash((*plain, *sorted(self.options.items())))
+
+
+def check_object_store(subject: str, value: Any) -> ObjectStoreSettings:
+    """Check for an ObjectStoreSettings, or a mapping with its fields."""
+    if isinstance(value, ObjectStoreSettings):
+        return value
+    if not isinstance(value, Mapping):
+        refuse(subject, "an ObjectStoreSettings, or a mapping with its fields", type(value).__name__)
+    names = [field.name for field in dataclasses.fields(ObjectStoreSettings)]
+    try:
+        return ObjectStoreSettings(**known_keys(subject, value, names))
+    except SettingsError as error:
+        raise SettingsError(str(error).replace("ObjectStoreSettings.", f"{subject}.", 1)) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +137,8 @@ class StoreSettings:
             this process. "auto": if the runtime drives devices of several hosts from one process (Pathways). True:
             always. False: never. Requires `cloudpickle`, and this package and the storage on all hosts.
 
+        object_store: how object stores are reached; an ObjectStoreSettings, or a mapping with its fields.
+
     Raises:
         SettingsError: a value is out of range or of the wrong type.
     """
@@ -89,6 +157,7 @@ class StoreSettings:
     read_once: bool | Literal["auto"] = "auto"
     barrier_timeout_s: Annotated[float, seconds] = 300.0
     colocated: Colocated = "auto"
+    object_store: Annotated[ObjectStoreSettings, check_object_store] = ObjectStoreSettings()
 
     def __post_init__(self) -> None:
         check_fields("StoreSettings", self)

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.checkpointables.base import value_file
 from jaxckpt_train.checkpointables.staging import (
     SaveTimes,
@@ -64,6 +65,7 @@ from jaxckpt_train.store.segment import ChunkSource
 from jaxckpt_train.store.transaction import (
     Attempt,
     Transaction,
+    begin,
     refuse_existing,
     refuse_temporary_name,
     remove_stale_temporaries,
@@ -114,7 +116,7 @@ class PathTarget:
         if self.transaction is None:
             self.check()
         remove_stale_temporaries(self.backend, self.final)
-        return self.transaction or Transaction(self.backend, self.final, self.settings)
+        return self.transaction or begin(self.backend, self.final, self.settings)
 
     def after_commit(self, committed: Committed) -> None:
         """Record nothing."""
@@ -265,7 +267,7 @@ class CheckpointSave:
         self.transaction = transaction = target.create_attempt()
         for part in self.parts:
             transaction.add_folder(part.name)
-        paths = os.fsencode(transaction.directory), os.fsencode(transaction.final)
+        paths = os.fsencode(transaction.directory), os.fsencode(transaction.committed_at)
         owners = {name: owner for each in coming for name, owner in each.owners.items()}
         return msgspec.msgpack.encode(_Begun(*paths, msgspec.json.encode(target.info), shared, owners))
 
@@ -306,6 +308,8 @@ class CheckpointSave:
 
     def _refuse_unseen(self) -> None:
         """Raise CheckpointError if this process does not see the directory that the primary has created."""
+        if is_url(self._directory):  # which exists with its first object
+            return
         try:
             self._backend.list(self._directory)
         except StorageError as error:

@@ -311,7 +311,7 @@ def import_(
     if dry_run:
         document |= _to_be_written(source, parts or [each.name for each in source.committed.manifest.parts])
     else:
-        refuse_existing_name(final)
+        refuse_existing_name(BACKEND, final)
         refuse_temporary_name(final)
         refuse_destination(BACKEND, final)
         remove_stale_temporaries(BACKEND, final)

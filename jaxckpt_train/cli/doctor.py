@@ -17,8 +17,9 @@ from jaxckpt_train.inspection.disk_speed import try_disk, try_operations
 from jaxckpt_train.inspection.health import RunHealth, health_of
 from jaxckpt_train.inspection.runs import is_run
 from jaxckpt_train.inspection.units import age_text, bytes_text, counted, rate_text
-from jaxckpt_train.store.backends.local import IN_MEMORY, FileSystem, file_exists, file_system_of, mount_warnings
+from jaxckpt_train.store.backends.local import IN_MEMORY, FileSystem, file_system_of, mount_warnings
 from jaxckpt_train.store.backends.local_names import is_directory
+from jaxckpt_train.store.files import file_exists
 
 PACKAGES = ("jaxckpt-train", "jax", "jaxlib", "numpy", "flax", "orbax-checkpoint", "grain")
 MIB = 1 << 20
@@ -46,7 +47,7 @@ def doctor(
 
 
 def _examine(path: str, nbytes: int, as_json: bool) -> dict[str, Any]:
-    folder = path if file_exists(path) else os.path.dirname(path)
+    folder = path if file_exists(BACKEND, path) else os.path.dirname(path)
     if not is_directory(folder):
         raise NotACheckpointError(f"{path}: expected a directory, or a path in a directory that exists, found neither")
     files, warnings = file_system_of(folder), list[str]()
@@ -67,7 +68,7 @@ def _examine(path: str, nbytes: int, as_json: bool) -> dict[str, Any]:
     warnings += [] if run is None else run.warnings()
     return {
         "path": path,
-        "is_there": file_exists(path),
+        "is_there": file_exists(BACKEND, path),
         "versions": _versions(),
         "file_system": files._asdict(),
         "operations": operations,

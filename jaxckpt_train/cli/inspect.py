@@ -47,8 +47,8 @@ from jaxckpt_train.inspection.units import age_text, bytes_text, counted, number
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.pytree.leaves import describe_keys, describe_saved, has_tree, leaf_filter, python_value, suggestion
 from jaxckpt_train.run.catalog import foreign_checkpoints
-from jaxckpt_train.store.backends.local import is_file
 from jaxckpt_train.store.committed import is_committed
+from jaxckpt_train.store.files import is_file
 from jaxckpt_train.store.manifest import ArrayRecord, FileRecord
 from jaxckpt_train.store.segment import DTYPES
 
@@ -383,7 +383,7 @@ def ls(run: Run, as_json: Json = False) -> None:
     Exits with 1 if a step of the current branch cannot be restored, and with 3 if there is no step.
     """
     directory = absolute(run)
-    steps = inspect_run(BACKEND, directory) if not is_file(directory) else []
+    steps = inspect_run(BACKEND, directory) if not is_file(BACKEND, directory) else []
     if not steps:
         raise NotACheckpointError(f"{directory}: expected a run, found {_other_content(directory)}")
     if as_json:
@@ -396,7 +396,7 @@ def ls(run: Run, as_json: Json = False) -> None:
 
 def _other_content(directory: str) -> str:
     """Describe what the path contains instead of a run."""
-    if is_file(directory):
+    if is_file(BACKEND, directory):
         found = "a file"
     elif is_committed(BACKEND, directory):
         found = "one checkpoint of this package"
@@ -495,5 +495,5 @@ def _check_page(path: str) -> None:
             f"report: a page needs the package {package}: pip install 'jaxckpt-train[report]', or use --json without a "
             "page"
         ) from None
-    refuse_within_checkpoint(path)
+    refuse_within_checkpoint(BACKEND, path)
     check_place(BACKEND, path)

@@ -47,7 +47,7 @@ from jaxckpt_train.run.lock import OwnerLock
 from jaxckpt_train.run.maintenance import Pruning, owned_run
 from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.store.backends.base import is_storage_failure
-from jaxckpt_train.store.backends.local import file_exists
+from jaxckpt_train.store.files import file_exists
 from jaxckpt_train.store.verify import first_damage, verify_opened
 
 Source = Annotated[str, argument("SRC", "A checkpoint, a step, or a run, which means its newest valid step.")]
@@ -108,7 +108,7 @@ def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = 
             refuse_to_remove_step(BACKEND, owned, run, name)
             nbytes = _copy(source, final, overwrite, True, as_json)
             owned.held.deleter.delete([name])  # ends before the run is released
-    if file_exists(source.path):
+    if file_exists(BACKEND, source.path):
         raise StorageError(errno.EBUSY, f"was copied to {final}, but the source was not removed", source.path)
     _print_copy(source, final, nbytes, {"removed": True}, "moved", as_json)
 
@@ -238,7 +238,7 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
     refuse_other_tools(opened)
     with progress("verifying", None, as_json):
         report = verify_opened(BACKEND, opened.committed, opened.settings)
-    if not report.ok and not file_exists(opened.path):
+    if not report.ok and not file_exists(BACKEND, opened.path):
         raise StepNotFoundError(f"{opened.path}: was removed while it was being read")
     if as_json:
         document = {"path": opened.path, "ok": report.ok, "bytes": report.checked_bytes, "problems": report.problems}

@@ -30,9 +30,10 @@ from jaxckpt_train.errors import (
     StorageError,
 )
 from jaxckpt_train.inspection.units import progress_line, wants_progress
-from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backends.by_path import backend_for
 
-BACKEND = LocalBackend()
+BACKEND = backend_for(StoreSettings())
 MOST_EXACT = 1 << 53  # of integers in JSON
 _log = logging.getLogger("jaxckpt_train")
 

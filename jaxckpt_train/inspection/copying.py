@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from jaxckpt_train._validation import absolute_path
+from jaxckpt_train._validation import absolute_path, is_url
 from jaxckpt_train.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -31,9 +31,9 @@ from jaxckpt_train.run.history import metrics_to_json
 from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.store.backends.base import Backend, sync_directory
-from jaxckpt_train.store.backends.local import file_exists
 from jaxckpt_train.store.backends.local_names import is_directory, is_same_file, real_path
 from jaxckpt_train.store.committed import Committed, attempt_paths, is_committed, use_committed
+from jaxckpt_train.store.files import file_exists
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME
 from jaxckpt_train.store.removal import first_untracked_files, remove_replaced, rename_to_free
 from jaxckpt_train.store.transaction import (
@@ -122,7 +122,7 @@ def destination(backend: Backend, given: str, source: Opened) -> str:
         raise CheckpointExistsError(
             f"{path}: expected no such directory, or a checkpoint; to put the copy into it, add a / at the end"
         )
-    if file_exists(final) and is_same_file(source.path, final):
+    if file_exists(backend, final) and is_same_file(source.path, final):
         raise SettingsError(f"{final}: expected a path different from the source, found the same")
     if f"{real_path(final)}/".startswith(f"{real_path(source.path)}/"):
         raise SettingsError(f"{final}: expected a path outside of the source, found one inside {source.path}")
@@ -145,9 +145,9 @@ def _name_of(source: Opened, is_in_run: bool, path: str) -> str:
 
 def refuse_destination(backend: Backend, final: str) -> None:
     """Refuse a path where nothing new may be written."""
-    refuse_within_checkpoint(final)
+    refuse_within_checkpoint(backend, final)
     folder = os.path.dirname(final)
-    owner = OwnerLock(backend, folder).owner(watches=True) if file_exists(f"{folder}/{LOCK_NAME}") else None
+    owner = OwnerLock(backend, folder).owner(watches=True) if file_exists(backend, f"{folder}/{LOCK_NAME}") else None
     if owner is not None and owner.is_alive:
         raise DirectoryLockedError(
             f"{folder}: owned by {owner.name}, which would not see a new step; stop that process first, or choose "
@@ -155,11 +155,13 @@ def refuse_destination(backend: Backend, final: str) -> None:
         )
 
 
-def refuse_within_checkpoint(final: str) -> None:
+def refuse_within_checkpoint(backend: Backend, final: str) -> None:
     """Raise SettingsError if a path is inside a checkpoint of this library, directly or through links."""
+    if is_url(final):  # where directories do not contain each other
+        return
     folder = real_path(os.path.dirname(final))
     while folder != os.path.dirname(folder):
-        if file_exists(f"{folder}/{COMMIT_NAME}") and file_exists(f"{folder}/{MANIFEST_NAME}"):
+        if file_exists(backend, f"{folder}/{COMMIT_NAME}") and file_exists(backend, f"{folder}/{MANIFEST_NAME}"):
             raise SettingsError(
                 f"{final}: expected a path outside of any checkpoint, found one inside {folder}, which would be "
                 "deleted together with it; choose another path"

@@ -29,10 +29,9 @@ from jaxckpt_train.run.history import HISTORY_NAME
 from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import GONE, Backend, is_storage_failure
-from jaxckpt_train.store.backends.local import is_file
 from jaxckpt_train.store.backends.local_names import real_path
 from jaxckpt_train.store.committed import diagnose_uncommitted, is_gone, open_committed, read_committed
-from jaxckpt_train.store.files import open_recorded
+from jaxckpt_train.store.files import is_file, open_recorded
 from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord
 from jaxckpt_train.store.segment import DTYPES
 from jaxckpt_train.store.verify import first_damage
@@ -243,7 +242,7 @@ def open_at(backend: Backend, path: str, step: float | None = None) -> Opened:
         else:
             name = _choose_by_number(path, statuses, step)
         return Opened(OURS, backend, open_committed(backend, f"{path}/{name}"), settings, path, skipped)
-    is_one_file = is_file(path)
+    is_one_file = is_file(backend, path)
     nothing = NotACheckpointError(f"{path}: expected a run with a step {step}, found none")
     if step is None and not is_one_file:
         try:

@@ -22,7 +22,8 @@ import numpy as np
 
 from jaxckpt_train._validation import flag, refuse, seconds, shown
 from jaxckpt_train.pending import call_within
-from jaxckpt_train.store.backends.local import file_exists
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.files import file_exists
 from jaxckpt_train.store.process_identity import command_name, is_in_pod, slurm_job
 
 POLL_S = 1.0  # of the notice file and of the time limit
@@ -118,7 +119,7 @@ class FileNotice:
 
     def _look(self) -> None:
         try:
-            found, self._looks = file_exists(self._path), self._looks + 1
+            found, self._looks = file_exists(LocalBackend(), os.fspath(self._path)), self._looks + 1
             if found and self._looks == 1:  # without this hint, each start would end at once
                 self._hint = ", which existed when this job started: remove it before the job is started again"
             self._found = found

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import (
     CorruptCheckpointError,
     FormatVersionError,
@@ -140,6 +141,8 @@ def scan(backend: Backend, directory: str) -> list[Entry]:
 @time_limited
 def scan_with_record(backend: Backend, directory: str) -> tuple[list[Entry], FoundRecord]:
     """Like `scan`, with the record of the run."""
+    if is_url(directory):
+        return _scan_objects(backend, directory)
     names = _step_names(backend, directory)
     while True:
         record = FoundRecord(backend, directory)
@@ -151,6 +154,25 @@ def scan_with_record(backend: Backend, directory: str) -> tuple[list[Entry], Fou
             record.expect(max(known, default=0))  # the changes that the record had at the last save
             return in_order([record.applied_to(entry) for entry in entries]), record
         names = now  # the owner deleted a step during the scan, and may have saved another
+
+
+def _scan_objects(backend: Backend, directory: str) -> tuple[list[Entry], FoundRecord]:
+    """As `scan_with_record`: the record says which steps exist, unless it is lost."""
+    record = FoundRecord(backend, directory)
+    if record.has_steps:
+        infos, uncertain = record.record.steps or {}, set[str]()
+    else:
+        found = {name: _committed_info(backend, f"{directory}/{name}") for name in _step_names(backend, directory)}
+        infos = {name: each[0] for name, each in found.items() if each is not None}
+        uncertain = {name for name, each in found.items() if each is not None and not each[1]}
+        record.rebuild(infos)
+    entries = list[Entry]()
+    for name, info in infos.items():
+        parsed = parse_step_name(name)
+        if parsed is not None:
+            entry = entry_from_manifest(name, *parsed, info)
+            entries.append(dataclasses.replace(entry, is_certain=name not in uncertain, is_durable=True))
+    return in_order([record.applied_to(entry) for entry in entries]), record
 
 
 @time_limited
@@ -171,6 +193,8 @@ def refuse_uncommitted(backend: Backend, directory: str, damaged: bool, allows_f
 
 def warn_about_uncommitted(backend: Backend, directory: str, warned: set[str]) -> None:
     """Warn once of each step directory without COMMIT. No save leaves one, so a part of it was lost."""
+    if is_url(directory):  # where the record says what is a step
+        return
     with contextlib.suppress(StorageError):  # the restore itself has succeeded
         for name in sorted(entry.name for entry in backend.list(directory) if entry.kind != "directory"):
             if parse_step_name(name) is not None and name not in warned:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, PreservationPolicy
 from jaxckpt_train.run.catalog import (
@@ -43,6 +44,7 @@ from jaxckpt_train.run.entry import (
     left_behind,
     left_behind_by,
     names_after,
+    new_step_name,
     newest_generations,
     owning_run,
     parse_step_name,
@@ -53,13 +55,14 @@ from jaxckpt_train.run.lock import OwnerLock, try_to_write
 from jaxckpt_train.run.record import Annotation, RecordKeeper
 from jaxckpt_train.run.retention import BestLink, Deleter, LinkToBest, expired_names, replaced
 from jaxckpt_train.run.scrubber import Scrubber
-from jaxckpt_train.store.backends.base import GONE, Backend, sync_directory
+from jaxckpt_train.store.backends.base import GONE, Backend, objects_of, sync_directory
 from jaxckpt_train.store.backends.local import mount_warnings
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.threads import free_in_child
 from jaxckpt_train.store.timeouts import report_progress, time_limited
 
 _log = logging.getLogger("jaxckpt_train")
+_TRIES = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +116,25 @@ def release(held: Ownership) -> None:
 def _try_directory(backend: Backend, directory: str) -> None:
     refuse_checkpoint(backend, directory)
     report_progress()
+    if is_url(directory):
+        objects_of(backend).probe(directory)
+        return
     for doubt in mount_warnings(directory):
         _log.warning("%s: %s", directory, doubt)
     try_to_write(backend, directory)
+
+
+class _Beat:
+    """What an owner does after each heartbeat. Holds no reference to the run, which may be dropped."""
+
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
+        self.deleter: Deleter | None = None
+
+    def __call__(self) -> None:
+        self._log.beat()
+        if self.deleter is not None:
+            self.deleter.remove_due()
 
 
 class RunDirectory:
@@ -128,6 +147,7 @@ class RunDirectory:
         clock: the current time.
         scrub_bytes_per_s: the rate of the scrubber; 0: it verifies only neighbours of damaged steps.
         best_link: the link to the best step; None: no link.
+        delete_grace_s: how long the objects of a deleted step stay, on an object store.
     """
 
     def __init__(
@@ -138,12 +158,16 @@ class RunDirectory:
         clock: Callable[[], datetime.datetime],
         scrub_bytes_per_s: int = 0,
         best_link: BestLink | None = None,
+        delete_grace_s: float = 600.0,
     ) -> None:
+        self._is_remote = is_url(directory)
         self.backend, self.directory, self._policy, self._clock = backend, directory, policy, clock
         self.history, self.is_owner = History(backend, directory), False
         self.log, self._best = RunLog(self.history, clock), LinkToBest(backend, directory, best_link)
-        self._lock = OwnerLock(backend, directory, self.log.beat)
-        self._deleter = Deleter(backend, directory, weakref.ref(self), self._lock.check)
+        grace_s = delete_grace_s if self._is_remote else 0.0
+        beat = _Beat(self.log)
+        self._lock = OwnerLock(backend, directory, beat)
+        self._deleter = beat.deleter = Deleter(backend, directory, weakref.ref(self), self._lock.check, grace_s)
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
         self.held = Ownership(self._lock, self._deleter, self._scrubber, self.log)
         # A manager dropped without close(), as in a notebook, must not keep its directory locked.
@@ -159,11 +183,19 @@ class RunDirectory:
         self._run_id = uuid.uuid4().hex
         self._highest = -1  # the sequence number of the last save, which may have failed or been deleted since
         self._undone = set[str]()  # names of failed saves that still look committed on the disk
+        self._attempts = set[str]()  # the names of all attempts of this process, on an object store
         self._origin = ResumePoint()
         # Findings that are not recorded yet: the save, and its damage; None: it is intact again.
         self._findings: dict[tuple[str, datetime.datetime], tuple[Entry, str | None]] = {}
         self._warned_about = set[str]()
-        self.past = RunStatistics()
+        self._past: RunStatistics | None = None
+
+    @property
+    def past(self) -> RunStatistics:
+        """The statistics of earlier processes, as far as this process owns the run; read at the first use."""
+        if self._past is None and self.is_owner:
+            self._past = RunStatistics.of(self.history.recent())
+        return self._past or RunStatistics()
 
     def own(self) -> None:
         """Become the owner: take the lock, clean up after dead owners, and read the run; or check the ownership.
@@ -195,27 +227,36 @@ class RunDirectory:
         self._lock.check()  # without the guard: other threads need it for calls that do not access the disk
 
     def _own(self) -> None:
-        with contextlib.suppress(StorageError):  # raised again below; the first attempt has a time limit
-            _try_directory(self.backend, self.directory)
+        with contextlib.suppress(*(() if self._is_remote else (StorageError,))):
+            _try_directory(self.backend, self.directory)  # an error of a disk is raised again below
         self.backend.make_directory(self.directory, parents=True, sync=True)
         dead = self._lock.acquire()
         if dead is not None:
             self.history.add("take_over", self._clock(), host=dead.host, pid=dead.pid)
         self._lock.clean()
         sync_directory(self.backend, self.directory)  # names that a dead owner created may not be on the disk yet
-        self._deleter.delete([], hidden=leftovers(self.backend, self.directory))
+        if not self._is_remote:
+            self._deleter.delete([], hidden=leftovers(self.backend, self.directory))
         with self._guard:
-            self._look()
-            self._record.take(self._found, self._entries)
+            self._take_record()
             self._run_id = owning_run(self._entries) or self._run_id
             self._left = self._origin.left_behind(self._entries, self._left)
         self._write_damage_reports()
         self.take_deleted()  # deletions are counted from here
-        self.past = RunStatistics.of(self.history.recent())
+        self._past = None if self._is_remote else RunStatistics.of(self.history.recent())
         self.is_owner = True  # last: whatever an interrupt prevents is repeated
         self.log.started(None if self._origin.entry is None else self._origin.entry.step)
         self._best.update(self._newest)
         self._scrubber.start()
+        if self._is_remote:
+            self._deleter.sweep()
+
+    def _take_record(self) -> None:
+        for _ in range(_TRIES):
+            self._look()
+            if self._record.take(self._found, self._entries):
+                return
+        raise DirectoryLockedError(f"{self.directory}: another process keeps changing its record")
 
     def _look(self) -> None:
         self._entries, self._found = scan_with_record(self.backend, self.directory)
@@ -352,15 +393,36 @@ class RunDirectory:
 
     def next_step_name(self, step: int) -> str:
         """The directory name of the next generation of a step, which no directory has, not even one being deleted."""
+        if self._is_remote:
+            name = new_step_name(step)
+            self._attempts.add(name)
+            return name
         there = {item.name for item in self.backend.list(self.directory)}
         with self._guard:
             return free_step_name(step, there | self._going)
+
+    def publish(self, name: str, info: Mapping[str, Any]) -> None:
+        """Right before a step is published: check the ownership; on an object store, commit it into the record."""
+        if self._is_remote:
+            self._record.add_step(name, info)
+        else:
+            self.check_owner()
+
+    def drop_steps(self, names: Sequence[str]) -> None:
+        """Remove steps from the record of a run on an object store, right before they are deleted."""
+        self._record.drop_steps(names)
+
+    def known_names(self) -> set[str]:
+        """The names that no clean-up may remove: those of the record, and of all attempts of this process."""
+        with self._guard:
+            return {entry.name for entry in self._entries} | self._attempts
 
     def committed(self, committed: Committed, info: Mapping[str, Any], *, is_durable: bool) -> None:
         """Record a commit; `is_durable`: the step is on the disk."""
         name = committed.directory.rpartition("/")[2]
         step, generation = parse_step_name(name) or (int(info["step"]), 0)
-        entry = dataclasses.replace(entry_from_manifest(name, step, generation, info), is_durable=is_durable)
+        entry = entry_from_manifest(name, step, generation, info)
+        entry = dataclasses.replace(entry, is_durable=is_durable or self._is_remote)
         with self._guard:
             self._record.reuse(name)
             self._entries.append(self._record.record.applied_to(entry))

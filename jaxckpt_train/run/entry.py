@@ -1,8 +1,9 @@
 """Entries: what a run directory knows of each committed step.
 
-This module has the names of step directories (`step-0000000100`, `step-0000000100.g1` for the next generation of the
-same step), the `Entry` of a committed step, the result of a restore, and the lineage of a run: which steps it descends
-from, which ones a roll-back has left behind, and which step may be saved next.
+This module has the names of step directories, the `Entry` of a committed step, the result of a restore, and the lineage
+of a run: which steps it descends from, which ones a roll-back has left behind, and which step may be saved next. A name
+is `step-0000000100`, `step-0000000100.g1` for the next generation of the same step, or on object stores
+`step-0000000100.TOKEN`, with a token that no other attempt has.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
+import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -24,7 +26,9 @@ _LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 MAX_STEP = 10**15
 _DIGITS = 6
 MAX_GENERATION = 10**_DIGITS - 1
-_NAME = re.compile(rf"step-(?P<step>[0-9]{{10,16}})(\.g(?P<generation>[1-9][0-9]{{0,{_DIGITS - 1}}}))?")
+_NAME = re.compile(
+    rf"step-(?P<step>[0-9]{{10,16}})(\.g(?P<generation>[1-9][0-9]{{0,{_DIGITS - 1}}})|\.(?P<token>[0-9a-f]{{16}}))?"
+)
 UNKNOWN_SAVES = 1 << 20  # more saves than any run has between two steps
 _check_step = whole(0, MAX_STEP - 1)
 
@@ -80,6 +84,10 @@ class Entry:
     def info(self) -> CheckpointInfo:
         """The entry as policies see it."""
         return CheckpointInfo(self.step, self.time, self.metrics, self.pinned, self.temporary)
+
+
+RECORDED_FIELDS = ("created", "run", "sequence", "left_behind", "record", "metrics", "temporary")
+"""The fields of a manifest's information that `entry_from_manifest` reads."""
 
 
 def entry_from_manifest(name: str, step: int, generation: int, info: Mapping[str, Any]) -> Entry:
@@ -162,7 +170,13 @@ def parse_step_name(name: str) -> tuple[int, int] | None:
     if match is None:
         return None
     step, generation = int(match["step"]), int(match["generation"] or 0)
-    return (step, generation) if step_name(step, generation) == name else None
+    token = f".{match['token']}" if match["token"] else ""
+    return (step, generation) if step_name(step, generation) + token == name else None
+
+
+def new_step_name(step: int) -> str:
+    """A directory name for a step on an object store, which no other attempt has."""
+    return f"{step_name(step)}.{secrets.token_hex(8)}"
 
 
 def check_step(step: object) -> int:

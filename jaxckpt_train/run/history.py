@@ -22,10 +22,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 
-from jaxckpt_train._validation import shown
+from jaxckpt_train._validation import is_url, shown
 from jaxckpt_train.errors import CheckpointError, SettingsError, StorageError
 from jaxckpt_train.metrics.events import Feeds, Sink
 from jaxckpt_train.pending import call_within
+from jaxckpt_train.run.history_objects import ObjectHistory
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.files import read_blocks, read_end
 from jaxckpt_train.store.manifest import NOT_JSON
@@ -97,6 +98,7 @@ class History:
     def __init__(self, backend: Backend, directory: str) -> None:
         self._backend, self._directory = backend, directory
         self._is_ended = False  # whether the file certainly ends with a line break
+        self._objects = ObjectHistory(backend, directory) if is_url(directory) else None
         self._feeds = Feeds()
         self._guard = threading.RLock()  # keeps the order of events the same for sinks and file
         free_in_child(self)
@@ -118,9 +120,18 @@ class History:
             elif value is not None:
                 record[name] = round(value, 6) if isinstance(value, float) and name.endswith("_s") else value
         line = msgspec.json.encode(record)
+        if self._objects is not None:
+            self._feeds.put(line)
+            self._objects.add(line, may_wait=event == "progress")
+            return
         with self._guard:
             self._feeds.put(line)  # before the disk, which may refuse or not answer
             self._append(line + b"\n")
+
+    def end(self) -> None:
+        """Write what has not been written, after the last event of this process."""
+        if self._objects is not None:
+            self._objects.finish()
 
     def _append(self, line: bytes) -> None:
         try:
@@ -181,18 +192,26 @@ class History:
     def recent(self) -> list[RunEvent]:
         """The last events, oldest first. If the history cannot be read, logs a warning and returns none."""
         try:
-            last = read_end(self._backend, self._directory, HISTORY_NAME, RECENT_BYTES)
+            lines = self._last_lines()
         except CheckpointError as error:
             if getattr(error, "errno", None) != errno.ENOENT:
                 _log.warning("the history of earlier processes cannot be read: %s", error)
             return []
         decoder, found = msgspec.json.Decoder(RunEvent), list[RunEvent]()
-        for line in last.split(b"\n"):
+        for line in lines:
             with contextlib.suppress(*NOT_JSON):  # the first line may be cut; `events` reports other damage
                 found.append(decoder.decode(line))
         return found
 
+    def _last_lines(self) -> list[bytes]:
+        if self._objects is not None:
+            return self._objects.recent(RECENT_BYTES)
+        return read_end(self._backend, self._directory, HISTORY_NAME, RECENT_BYTES).split(b"\n")
+
     def _lines(self, most_bytes: int) -> Iterator[bytes]:
+        if self._objects is not None:
+            yield from self._objects.lines()
+            return
         rest = b""
         try:
             for block in read_blocks(self._backend, self._directory, HISTORY_NAME, most_bytes, BLOCK_BYTES):
@@ -257,6 +276,7 @@ class RunLog:
         if self._began_at is not None:
             self._began_at = None
             self._history.add("end", self._clock(), how=self.ends_as, step=self.completed)
+            self._history.end()
 
 
 def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:

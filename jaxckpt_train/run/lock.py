@@ -24,6 +24,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import CheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Backend, StoredRecord
 from jaxckpt_train.store.manifest import NOT_JSON
@@ -328,6 +329,8 @@ class OwnerLock:
 
     def _find_leftovers(self) -> None:
         """Collect the files that crashes left, which may also include files that others create now."""
+        if is_url(self._directory):  # where none are left
+            return
         left = (f"{_FORMER_NAME}.dead-", *TEMPORARY_PREFIXES)
         names = [entry.name for entry in self._backend.list(self._directory) if entry.kind == "file"]
         self._left = [f"{self._directory}/{name}" for name in names if name == _FORMER_NAME or name.startswith(left)]

@@ -2,6 +2,9 @@
 
 It is one small record that the owner of the run replaces as a whole. The directory listing says which steps exist; the
 record only annotates them. A lost or damaged record is rebuilt, and then no step is deleted until the user agrees.
+
+On object stores the record also says which steps exist: a step is committed by the replacement of the record that names
+it. A new owner replaces the record before it does anything else, so whatever a former owner still tries fails.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ from typing import Any
 import msgspec
 import xxhash
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, FormatVersionError, StorageError
-from jaxckpt_train.run.entry import Entry, RollBack, count_of, parse_step_name
+from jaxckpt_train.run.entry import RECORDED_FIELDS, Entry, RollBack, count_of, parse_step_name
 from jaxckpt_train.run.history import metrics_to_json
-from jaxckpt_train.store.backends.base import GONE, Backend, sync_directory
+from jaxckpt_train.store.backends.base import GONE, Backend, StoredRecord, sync_directory
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import NOT_JSON, metrics_from_json
 from jaxckpt_train.store.threads import free_in_child
@@ -69,6 +73,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pins: frozenset[int] = frozenset()
     kept: frozenset[str] = frozenset()  # saves that are not deleted, because a lost record may have had pins for them
     saves: dict[str, SaveFacts] = {}  # by directory name
+    # On object stores: the committed steps, with what `entry_from_manifest` reads. None: the directory lists them.
+    steps: dict[str, dict[str, Any]] | None = None
     roll_back: RollBack = RollBack()
 
     def annotated(self, entry: Entry, change: Annotation) -> RunRecord:
@@ -91,7 +97,12 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def without_saves(self, names: frozenset[str]) -> RunRecord:
         """The record without the facts of deleted saves."""
         saves = {name: facts for name, facts in self.saves.items() if name not in names}
-        return msgspec.structs.replace(self, saves=saves, kept=self.kept - names)
+        steps = None if self.steps is None else {name: info for name, info in self.steps.items() if name not in names}
+        return msgspec.structs.replace(self, saves=saves, steps=steps, kept=self.kept - names)
+
+    def with_step(self, name: str, info: Mapping[str, Any]) -> RunRecord:
+        """The record with a committed step more."""
+        return msgspec.structs.replace(self, steps={**(self.steps or {}), name: recorded_info(info)})
 
     def applied_to(self, entry: Entry, is_complete: bool = True) -> Entry:
         """The entry with what the record says of it. If the record is not complete, the step may be pinned."""
@@ -109,6 +120,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The facts of this save. Only a manifest has the time of the save: without one, the name has to suffice."""
         found = self.saves.get(entry.name)
         return found if found and (found.saved == entry.time.isoformat() or not entry.has_lineage) else None
+
+
+def recorded_info(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a manifest's information that the record keeps."""
+    return {name: info[name] for name in RECORDED_FIELDS if name in info}
 
 
 class _Format(msgspec.Struct):
@@ -161,11 +177,25 @@ class FoundRecord:
                 self.version, self.problem = stored.version, stored.problem
                 if stored.problem is None:
                     self.record = decode_record(stored.data, self._path)
-            elif (notes := _read_notes(backend, directory)) is not None:
+            elif not is_url(directory) and (notes := _read_notes(backend, directory)) is not None:
                 self.has_notes = True
                 self.record, self.problem = _from_notes(notes, f"{directory}/{NOTES_NAME}")
         except (StorageError, CorruptCheckpointError) as error:
+            if isinstance(error, StorageError) and is_url(directory):
+                raise  # an object store is asked again; a disk may have lost a part
             self.problem = str(error)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the record says which steps exist."""
+        return self.record.steps is not None and self.problem is None
+
+    def rebuild(self, steps: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take the steps from a listing of an object store, since the record does not have them."""
+        if steps:
+            self.problem = self.problem or f"{self._path}: missing, although the run has {len(steps)} steps"
+        known = {name: recorded_info(info) for name, info in steps.items()}
+        self.record = msgspec.structs.replace(self.record, steps=known)
 
     def expect(self, number: int) -> None:
         """Check the number of the record against that in the manifest of a later save."""
@@ -257,36 +287,73 @@ class RecordKeeper:
         self._backend, self._directory, self._check_owner = backend, directory, check_owner
         self._path, self._writer = f"{directory}/{RECORD_NAME}", uuid.uuid4().hex
         self._version: int | None = None
+        self._is_remote = is_url(directory)
         self._deleted = set[str]()  # changed without the guard, which is held while the storage works
         self._guard = threading.RLock()
         free_in_child(self)
         self.record = RunRecord()
 
-    def take(self, found: FoundRecord, entries: Sequence[Entry]) -> None:
-        """Continue after the record that a new owner has read. If it is incomplete, keep all current steps."""
+    def take(self, found: FoundRecord, entries: Sequence[Entry]) -> bool:
+        """Continue after the record that a new owner has read. If it is incomplete, keep all current steps.
+
+        Returns False on an object store if another process has changed the record since: read it again.
+        """
         with self._guard:
-            self.record, self._version = found.record, found.version
-            if found.problem is None and not found.has_notes:
-                if found.version is not None:
-                    with contextlib.suppress(StorageError):  # the next change tries again
-                        sync_directory(self._backend, self._path)  # the last owner may have died before its own sync
-                    self._set_notes_aside()
-                return
-            if found.problem is not None:
-                _log.warning(
-                    "%s; the current %d steps may be pinned and are therefore not deleted: call pin(step) to keep a "
-                    "step, and pin(step, False) to allow its deletion",
-                    found.problem,
-                    len(entries),
-                )
-                kept = self.record.kept.union(entry.name for entry in entries)
-                self.record = msgspec.structs.replace(self.record, kept=kept)
-            try:
-                self._write(self.record)
-            except StorageError as error:  # the next change tries again
-                _log.warning("%s: cannot be written: %s", self._path, error)
-            else:
+            if self._is_remote:
+                return self._take_over(found, entries)
+            self._take(found, entries)
+        return True
+
+    def _take_over(self, found: FoundRecord, entries: Sequence[Entry]) -> bool:
+        """Replace the record, so that no former owner can change it any more."""
+        record = found.record if found.problem is None else self._keeping_all(found, entries)
+        record = msgspec.structs.replace(
+            record, steps=record.steps or {}, number=record.number + 1, writer=self._writer
+        )
+        version = self._backend.swap_record(self._path, encode_record(record), found.version)
+        if version is None:
+            return False
+        self.record, self._version = record, version
+        return True
+
+    def _take(self, found: FoundRecord, entries: Sequence[Entry]) -> None:
+        self.record, self._version = found.record, found.version
+        if found.problem is None and not found.has_notes:
+            if found.version is not None:
+                with contextlib.suppress(StorageError):  # the next change tries again
+                    sync_directory(self._backend, self._path)  # the last owner may have died before its own sync
                 self._set_notes_aside()
+            return
+        if found.problem is not None:
+            self.record = self._keeping_all(found, entries)
+        try:
+            self._write(self.record)
+        except StorageError as error:  # the next change tries again
+            _log.warning("%s: cannot be written: %s", self._path, error)
+        else:
+            self._set_notes_aside()
+
+    def _keeping_all(self, found: FoundRecord, entries: Sequence[Entry]) -> RunRecord:
+        """An incomplete record after which no current step is deleted."""
+        _log.warning(
+            "%s; the current %d steps may be pinned and are therefore not deleted: call pin(step) to keep a step, and "
+            "pin(step, False) to allow its deletion",
+            found.problem,
+            len(entries),
+        )
+        kept = found.record.kept.union(entry.name for entry in entries)
+        return msgspec.structs.replace(found.record, kept=kept)
+
+    def add_step(self, name: str, info: Mapping[str, Any]) -> None:
+        """Commit a step on an object store."""
+        with self._guard:
+            self._write(self.record.with_step(name, info))
+
+    def drop_steps(self, names: Sequence[str]) -> None:
+        """Remove steps from the record of a run on an object store, before their objects are removed."""
+        with self._guard:
+            self._deleted.update(names)
+            self._write(self.record)
 
     def _set_notes_aside(self) -> None:
         """Rename the notes of an earlier version, which are not read any more, and may have more than was readable."""
@@ -326,13 +393,32 @@ class RecordKeeper:
         number, deleted = self.record.number + 1, frozenset(self._deleted)
         record = msgspec.structs.replace(record.without_saves(deleted), number=number, writer=self._writer)
         for _ in range(_TRIES):
-            self._check_owner()
+            if not self._is_remote:
+                self._check_owner()
             version = self._backend.swap_record(self._path, encode_record(record), self._version)
-            self._check_owner()  # a new owner may have read the record without this change
+            if not self._is_remote:  # where a new owner has replaced the record before
+                self._check_owner()  # a new owner may have read the record without this change
             if version is not None:
                 self.record, self._version = record, version
                 self._deleted -= deleted
                 return
             stored = self._backend.read_record(self._path)
+            if self._is_remote:
+                self._refuse_former_owner(stored)
             self._version = None if stored is None else stored.version
         raise DirectoryLockedError(f"{self._path}: another process keeps changing it, although this one owns the run")
+
+    def _refuse_former_owner(self, stored: StoredRecord | None) -> None:
+        """Raise DirectoryLockedError if another process has replaced the record: it owns the run."""
+        writer = "nobody: it was removed"
+        with contextlib.suppress(CorruptCheckpointError, FormatVersionError):
+            if stored is not None:
+                writer = decode_record(stored.data, self._path).writer
+                if writer == self._writer:  # by an earlier try of this process that seemed to fail
+                    return
+        raise DirectoryLockedError(
+            f"{self._directory}: this job owned it, but the record is from {writer}, another owner: this job was "
+            "considered dead (was this machine asleep, or the storage unreachable, for a minute?). It saves nothing "
+            "more, because the other one may have continued from its last step: start it again to continue from the "
+            "current state"
+        )

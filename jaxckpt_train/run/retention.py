@@ -3,6 +3,9 @@
 A step is renamed before its first file is removed, so that no reader sees a partly deleted step. Steps that replace it
 are synced before. A deletion that has to wait, or that the disk refuses, leaves nothing behind: the step stays in the
 list, and the next commit decides anew.
+
+On an object store a step leaves the record of the run first, then its COMMIT goes, and after a grace period for readers
+the rest. What is not due when this process ends is found by the next owner.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
-from jaxckpt_train._validation import Mode, stated_mode
+from jaxckpt_train._validation import Mode, is_url, stated_mode
 from jaxckpt_train.errors import CheckpointError, SettingsError, StorageError
 from jaxckpt_train.pending import SLICE_S
 from jaxckpt_train.policies.context import (
@@ -30,7 +33,7 @@ from jaxckpt_train.policies.context import (
     steps_to_delete,
 )
 from jaxckpt_train.run.entry import Entry, newest_generations, parse_step_name
-from jaxckpt_train.store.backends.base import Backend, Linking, make_durable, sync_directory
+from jaxckpt_train.store.backends.base import Backend, Linking, make_durable, objects_of, sync_directory
 from jaxckpt_train.store.committed import attempt_paths
 from jaxckpt_train.store.manifest import COMMIT_NAME
 from jaxckpt_train.store.threads import Latch
@@ -99,6 +102,12 @@ class Run(Protocol):
     def deleted(self, name: str) -> None:
         """A step has been deleted."""
 
+    def drop_steps(self, names: Sequence[str]) -> None:
+        """Remove steps from the record of a run on an object store."""
+
+    def known_names(self) -> set[str]:
+        """The names that no clean-up may remove."""
+
     def not_deleted(self, names: Sequence[str]) -> None:
         """These steps could not be deleted now."""
 
@@ -106,7 +115,8 @@ class Run(Protocol):
 class Deleter:
     """Deletes step directories on one thread.
 
-    `run` is a weak reference; `check` raises if another process owns the directory.
+    `run` is a weak reference; `check` raises if another process owns the directory. `grace_s` is how long the objects
+    of a deleted step stay, on an object store.
     """
 
     def __init__(
@@ -115,11 +125,13 @@ class Deleter:
         directory: str,
         run: Callable[[], Run | None],
         check: Callable[[], None] | None = None,
+        grace_s: float = 0.0,
     ) -> None:
+        self._is_remote, self._grace_s = is_url(directory), grace_s
         self._backend, self._directory, self._run, self._check = backend, directory, run, check
         # Garbage collection may put into a SimpleQueue at any moment: finalizers of dropped managers do.
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._hidden: dict[str, None] = {}  # the names of directories to remove, in order
+        self._hidden: dict[str, float] = {}  # the names of directories to remove, and from when on
         self._warned: set[tuple[str, int | None]] = set()
         self._guard = threading.RLock()
         self._worker: threading.Thread | None = None
@@ -136,9 +148,37 @@ class Deleter:
         The steps that replace them must be on the disk already. Otherwise a power cut could leave neither, since the
         system often writes names before data.
         """
-        if names or hidden or self._hidden:
+        if names or hidden or self._has_due():
             self._jobs.put(functools.partial(self._delete, names, hidden))
             self._ensure_worker()
+
+    def _has_due(self) -> bool:
+        return any(due_s <= time.monotonic() for due_s in list(self._hidden.values()))
+
+    def remove_due(self) -> None:
+        """Remove what has become due, in the background."""
+        if self._is_remote and self._has_due():
+            self._jobs.put(self._remove_hidden)
+            self._ensure_worker()
+
+    def sweep(self) -> None:
+        """On an object store: find what former owners have left, in the background, and remove it later."""
+        self._jobs.put(self._find_left)
+        self._ensure_worker()
+
+    def _find_left(self) -> None:
+        try:
+            listed = [entry.name for entry in self._backend.list(self._directory) if entry.kind == "directory"]
+        except StorageError as error:
+            level = logging.DEBUG if error.errno == errno.ENOENT else logging.WARNING
+            _log.log(level, "%s: what former owners have left is not removed: %s", self._directory, error)
+            return
+        run = self._run()
+        # The order matters: what was listed before this check cannot be from a later owner.
+        if run is not None and self._is_allowed():
+            names = [name for name in listed if parse_step_name(name) is not None]
+            due_s = time.monotonic() + self._grace_s
+            self._hidden.update(dict.fromkeys(set(names) - run.known_names(), due_s))
 
     def delete_expired(self) -> None:
         """Delete the expired steps in the background, once the steps that replace them are on the disk."""
@@ -287,7 +327,10 @@ class Deleter:
         return run is not None and run.synced(name, is_durable=is_durable)
 
     def _delete(self, names: Sequence[str], hidden: Sequence[str] = ()) -> None:
-        self._hidden.update(dict.fromkeys(hidden))
+        self._hidden.update(dict.fromkeys(hidden, 0.0))
+        if self._is_remote:
+            self._delete_objects(names)
+            return
         left = list(names)
         try:
             for name in names:
@@ -297,6 +340,25 @@ class Deleter:
                     left.remove(name)
         finally:
             self._report_left(left)
+        self._remove_hidden()
+
+    def _delete_objects(self, names: Sequence[str]) -> None:
+        run = self._run()
+        if names and run is not None:
+            try:
+                run.drop_steps(names)  # only the owner can
+            except CheckpointError as error:
+                _log.warning("old steps are not deleted yet: %s", error)
+                run.not_deleted(names)
+                return
+        try:
+            commits = [f"{self._directory}/{name}/{COMMIT_NAME}" for name in names]
+            objects_of(self._backend).remove_objects(commits)
+        except StorageError as error:  # they go with the rest
+            self._warn_of(names[0], error)
+        for name in names:
+            self._hidden[name] = time.monotonic() + self._grace_s
+            self._report_deleted(name)
         self._remove_hidden()
 
     def _is_allowed(self) -> bool:
@@ -320,7 +382,7 @@ class Deleter:
             if self._is_there(name):  # else it was renamed nevertheless, or removed by hand
                 self._warn_of(name, error)
                 return False
-        self._hidden[hidden.rpartition("/")[2]] = None
+        self._hidden[hidden.rpartition("/")[2]] = 0.0
         self._report_deleted(name)
         return True
 
@@ -351,7 +413,7 @@ class Deleter:
 
     def _remove_hidden(self) -> None:
         """Remove the hidden directories. What the disk refuses is tried again with the next deletion."""
-        if not self._hidden or not self._is_allowed():
+        if not self._has_due() or not self._is_allowed():
             return
         try:
             # Otherwise a power cut could bring back a step under its old name with files missing.
@@ -359,7 +421,7 @@ class Deleter:
         except StorageError as error:
             _log.warning("deleting old steps waits, since %s could not be synced: %s", self._directory, error)
             return
-        for name in list(self._hidden):
+        for name in [name for name, due_s in self._hidden.items() if due_s <= time.monotonic()]:
             try:
                 self._backend.remove(f"{self._directory}/{name}")
             except StorageError as error:

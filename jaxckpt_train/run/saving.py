@@ -7,6 +7,7 @@ in the background. `Drift` warns if a save would not fit the targets of the next
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import threading
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe, run_info
 from jaxckpt_train.checkpointables.handlers import JsonHandler, handler_of
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, current_fingerprint
@@ -35,7 +37,7 @@ from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.segment import dtype_name
 from jaxckpt_train.store.threads import Latch
-from jaxckpt_train.store.transaction import Transaction
+from jaxckpt_train.store.transaction import Transaction, begin
 
 _log = logging.getLogger("jaxckpt_train")
 CALL_S = 10.0
@@ -192,8 +194,8 @@ class StepSave:
         self._run.check_owner()
         self._is_owner = True  # without ownership nothing is written, not even to the history
         self._record["name"] = name = self._run.next_step_name(self._step)
-        path, check = f"{self._run.directory}/{name}", self._run.check_owner
-        return Transaction(self._run.backend, path, self._settings, check)
+        publish = functools.partial(self._run.publish, name, self.info)
+        return begin(self._run.backend, f"{self._run.directory}/{name}", self._settings, publish, is_step=True)
 
     def _failed(self, error: BaseException) -> None:
         if not self._is_owner:
@@ -216,7 +218,8 @@ class StepSave:
         took_s = self._record["save_s"] - times.device_wait_s
         _log.info("saved step %d in %.3f s (%.2f MiB)", self._step, took_s, times.bytes / MIB)
         try:
-            self._run.check_owner()  # another process may have taken the run over, and list what retention would delete
+            if not is_url(self._run.directory):  # where retention changes the record first, which only the owner can
+                self._run.check_owner()  # another process may have taken over, and list what retention would delete
             self._run.retain()
             return self._job_sync.take_deleted()
         except BaseException as error:

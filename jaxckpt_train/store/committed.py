@@ -12,11 +12,13 @@ import hashlib
 import itertools
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import (
     CorruptCheckpointError,
     FormatVersionError,
@@ -41,7 +43,8 @@ from jaxckpt_train.store.manifest import (
 from jaxckpt_train.store.process_identity import process_tag
 from jaxckpt_train.store.timeouts import report_progress, time_limited
 
-_STEP = re.compile(r"step-[0-9]{10,16}(\.g[0-9]+)?")
+_STEP = re.compile(r"step-[0-9]{10,16}(\.(g[0-9]+|[0-9a-f]{16}))?")
+_DATA_FOLDER = re.compile("data-[0-9a-f]{16}")
 T = TypeVar("T")
 MAX_LOOKUPS = 10
 _NUMBERS = itertools.count()  # of all attempts of this process
@@ -49,13 +52,18 @@ UNREADABLE = (NotACheckpointError, CorruptCheckpointError, FormatVersionError, S
 """The errors of a checkpoint that cannot be opened, except for storage that does not respond."""
 
 
-class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The content of COMMIT, which identifies the manifest."""
 
     format: str
     format_version: int
     manifest_bytes: int
     manifest_sha256: str
+    folder: str = ""  # where the checkpoint is, below the directory of this COMMIT; empty: in that directory
+
+
+class _Pointer(msgspec.Struct):
+    folder: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +98,22 @@ def attempt_paths(final: str) -> Iterator[str]:
     return (os.path.join(parent, f".{name}.tmp-{tag}-{number}") for number in _NUMBERS)
 
 
+def new_data_folder() -> str:
+    """A name that no other attempt has, for the objects of a single checkpoint on an object store."""
+    return f"data-{secrets.token_hex(8)}"
+
+
+def is_data_folder(name: str) -> bool:
+    """Whether `new_data_folder` may have returned this name."""
+    return _DATA_FOLDER.fullmatch(name) is not None
+
+
+def read_pointer(backend: Backend, directory: str) -> bytes | None:
+    """The content of a COMMIT; None: there is none."""
+    found = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
+    return None if found is None else bytes(found)
+
+
 def is_committed(backend: Backend, directory: str) -> bool:
     """Whether the directory has a COMMIT; nothing is validated."""
     try:
@@ -118,8 +142,8 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     CorruptCheckpointError: COMMIT or the manifest is damaged; FormatVersionError: a newer version of this library wrote
     it; CheckpointTimeoutError: the storage has not responded for ten minutes.
     """
-    directory = _recover(backend, directory)
-    found = read_committed(backend, directory)
+    directory, commit = _locate(backend, directory)
+    found = read_committed(backend, directory, commit)
     if found is None:
         raise diagnose_uncommitted(backend, directory)
     data, sha256 = found
@@ -128,31 +152,36 @@ def open_committed(backend: Backend, directory: str) -> Committed:
 
 def committed_identity(backend: Backend, directory: str) -> tuple[str, str] | None:
     """The current directory of the checkpoint and the SHA-256 of its manifest, without decoding it; or None."""
-    directory = _recover(backend, directory)
-    found = read_committed(backend, directory)
+    directory, commit = _locate(backend, directory)
+    found = read_committed(backend, directory, commit)
     return None if found is None else (directory, found[1])
 
 
-def read_committed(backend: Backend, directory: str) -> tuple[bytes | bytearray, str] | None:
-    """The encoded manifest that COMMIT identifies, and its SHA-256; None: there is no COMMIT."""
+def read_committed(
+    backend: Backend, directory: str, commit: bytes | None = None
+) -> tuple[bytes | bytearray, str] | None:
+    """The encoded manifest that COMMIT identifies, and its SHA-256; None: there is no COMMIT.
+
+    `commit` is the content of COMMIT, if it has been read.
+    """
     commit_file = f"{directory}/{COMMIT_NAME}"
-    raw = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
+    raw = commit or read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
     if raw is None:
         return None
     _check_commit_version(backend, directory, raw)
     try:
-        commit = msgspec.json.decode(raw, type=CommitRecord)
+        record = msgspec.json.decode(raw, type=CommitRecord)
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{commit_file}: not valid: {shown(error)}") from error
     manifest_file = f"{directory}/{MANIFEST_NAME}"
-    data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES, size=commit.manifest_bytes)
+    data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES, size=record.manifest_bytes)
     if data is None:
         if read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES) is None:
             return None  # the checkpoint was removed meanwhile
         raise CorruptCheckpointError(f"{manifest_file}: missing, but COMMIT refers to it")
-    if hashlib.sha256(data).hexdigest() != commit.manifest_sha256:
+    if hashlib.sha256(data).hexdigest() != record.manifest_sha256:
         raise CorruptCheckpointError(f"{manifest_file}: damaged: its SHA-256 differs from the one in COMMIT")
-    return data, commit.manifest_sha256
+    return data, record.manifest_sha256
 
 
 def _check_commit_version(backend: Backend, directory: str, commit: bytes | bytearray) -> None:
@@ -168,10 +197,28 @@ def _check_commit_version(backend: Backend, directory: str, commit: bytes | byte
         raise CorruptCheckpointError(f"{subject}: not valid: the manifest states an older format version") from error
 
 
-def _recover(backend: Backend, directory: str) -> str:
-    """The directory, or its side name if a crash interrupted an exchange between its two renames."""
+def _locate(backend: Backend, directory: str) -> tuple[str, bytes | None]:
+    """Where the checkpoint of a directory is, and its COMMIT if that has been read.
+
+    A COMMIT may name a folder. If a crash interrupted an exchange between its two renames, it is the side name.
+    """
+    with contextlib.suppress(CorruptCheckpointError):  # raised again by the reader of COMMIT
+        commit = read_pointer(backend, directory)
+        if commit is not None:
+            return _folder_of(directory, commit), commit
     aside = side_name(directory)
-    return aside if not is_committed(backend, directory) and is_committed(backend, aside) else directory
+    if not is_url(directory) and not is_committed(backend, directory) and is_committed(backend, aside):
+        return aside, None
+    return directory, None
+
+
+def _folder_of(directory: str, commit: bytes) -> str:
+    """The folder that a COMMIT names, or its directory."""
+    with contextlib.suppress(*NOT_JSON):  # raised again by the reader of COMMIT
+        folder = msgspec.json.decode(commit, type=_Pointer).folder
+        if is_data_folder(folder):
+            return f"{directory}/{folder}"
+    return directory
 
 
 def diagnose_uncommitted(backend: Backend, directory: str) -> NotACheckpointError:

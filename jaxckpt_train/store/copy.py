@@ -40,7 +40,7 @@ from jaxckpt_train.store.reader import ReadProgress, read_box, read_boxes
 from jaxckpt_train.store.segment import ALIGNMENT, DTYPES, ArraySource, ChunkSource, alignment_class
 from jaxckpt_train.store.threads import POLL_S, StallDetector
 from jaxckpt_train.store.timeouts import BackgroundCall, abandon_call, start_call
-from jaxckpt_train.store.transaction import MOVE_IT_AWAY, Transaction
+from jaxckpt_train.store.transaction import MOVE_IT_AWAY, Transaction, begin
 from jaxckpt_train.store.writer import write_arrays
 
 LEAST_BYTES = 1 << 20  # smaller boxes are not read ahead but in groups, when the first of a group is fetched
@@ -72,7 +72,7 @@ def copy_checkpoint(
     taken that path meanwhile; UnsupportedLeafError: an array is too large to be copied; MismatchError: a value of the
     source does not fit an operation; StorageError: a file system refused.
     """
-    transaction = Transaction(backend, final, settings)
+    transaction = begin(backend, final, settings)
     try:
         segments: list[SegmentRecord] = []
         copier = _Copier(files, source, backend, transaction, settings, decoding, progress)

@@ -10,9 +10,27 @@ from typing import Literal
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import GONE, MISSING, Opener, Source
+from jaxckpt_train.store.backends.base import GONE, MISSING, Files, Opener, Source
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FileRecord, block_digests, digest_function
 from jaxckpt_train.store.process_identity import memory_bytes
+from jaxckpt_train.store.timeouts import time_limited
+
+
+@time_limited
+def is_file(files: Files, path: str) -> bool:
+    """Whether there is a regular file at this path, or an object."""
+    with contextlib.suppress(StorageError):
+        return files.kind(path) == "file"
+    return False
+
+
+def file_exists(files: Files, path: str) -> bool:
+    """Whether anything exists at this path; a storage that refuses to say counts as no."""
+    try:
+        return files.kind(path) is not None
+    except StorageError:
+        return False
+
 
 SNIFFED_BYTES = 1024  # a Git LFS pointer is never longer
 _SIGNATURES = (

@@ -9,6 +9,10 @@ save writes an attempt: a hidden directory next to the final name. Crash safety 
 3. Rename the attempt to its final name.
 4. Sync the parent directory. Only then is the save acknowledged.
 
+On object stores nothing is renamed (`ObjectAttempt`): an attempt is written under its final, unguessable prefix, COMMIT
+last. A step then exists if the record of its run names it; a single checkpoint, if a small object at its URL, a COMMIT
+with the name of the prefix, refers to it. Both are changed only by conditional puts.
+
 `atomic_directory` publishes exports for other tools in the same way, without COMMIT.
 """
 
@@ -20,12 +24,13 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
 import numpy as np
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -35,10 +40,27 @@ from jaxckpt_train.errors import (
     UnsupportedLeafError,
 )
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import GONE, Backend, Entry, Sink, is_removed_in_use, sync_directory
-from jaxckpt_train.store.backends.local import file_exists, side_name
-from jaxckpt_train.store.committed import MAX_LOOKUPS, CommitRecord, Committed, attempt_paths, is_committed
-from jaxckpt_train.store.files import file_record, read_or_none
+from jaxckpt_train.store.backends.base import (
+    GONE,
+    Backend,
+    Entry,
+    Sink,
+    is_removed_in_use,
+    objects_of,
+    sync_directory,
+)
+from jaxckpt_train.store.backends.local import side_name
+from jaxckpt_train.store.committed import (
+    MAX_LOOKUPS,
+    CommitRecord,
+    Committed,
+    attempt_paths,
+    is_committed,
+    is_data_folder,
+    new_data_folder,
+    read_pointer,
+)
+from jaxckpt_train.store.files import file_exists, file_record, read_or_none
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     COMMIT_NAME,
@@ -61,6 +83,7 @@ from jaxckpt_train.store.removal import (
     TAKEN,
     first_untracked_files,
     is_temporary_name,
+    list_entries,
     remove_dead_attempts,
     remove_dead_exports,
     remove_replaced,
@@ -81,8 +104,8 @@ class Attempt:
 
     def __init__(self, backend: Backend, directory: str, settings: StoreSettings) -> None:
         self._backend, self.directory, self._settings = backend, directory, settings
-        self._sync = settings.durability != "none"
-        self._sync_directories = settings.durability == "full"
+        self._sync = settings.durability != "none" and not is_url(directory)  # a put object is durable
+        self._sync_directories = self._sync and settings.durability == "full"
         self._folders: list[str] = []
         self._files: list[str] = []  # not synced yet
 
@@ -176,12 +199,21 @@ class Transaction(Attempt):
     ) -> None:
         self._before_publishing = before_publishing
         self.final, self._parent = final, os.path.dirname(final)
-        backend.make_directory(self._parent, parents=True, sync=settings.durability == "full")
-        super().__init__(backend, begin_attempt(backend, final), settings)
+        super().__init__(backend, self._begin(backend, settings), settings)
         self._commit = b""
         self._is_publishing = False  # once set, the attempt's directory may hold the older checkpoint
         self.may_be_published = self.was_not_removed = False
         self._if_taken = "pass overwrite=True to replace it"
+
+    def _begin(self, backend: Backend, settings: StoreSettings) -> str:
+        """Create the directory of the attempt, and return its path."""
+        backend.make_directory(self._parent, parents=True, sync=settings.durability == "full")
+        return begin_attempt(backend, self.final)
+
+    @property
+    def committed_at(self) -> str:
+        """The directory of the checkpoint once it is published."""
+        return self.final
 
     def commit(self, manifest: Manifest, *, replace: bool = False, if_taken: str | None = None) -> Committed:
         """Complete the attempt, and publish it under its final name. Raises as `complete` and `publish`."""
@@ -207,7 +239,7 @@ class Transaction(Attempt):
         self._commit = msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, len(data), sha256))
         self.write_file(COMMIT_NAME, self._commit)
         self.sync()
-        return Committed(self.final, manifest, sha256)
+        return Committed(self.committed_at, manifest, sha256)
 
     def publish(self, *, replace: bool = False, if_taken: str | None = None) -> None:
         """Give the complete attempt its final name.
@@ -326,6 +358,88 @@ class Transaction(Attempt):
             error.add_note(f"the unfinished save {self.directory} could not be removed: {second}")
 
 
+class StepAttempt(Transaction):
+    """An attempt at a step of a run on an object store, under its final name, which contains a token.
+
+    `before_publishing` writes the step into the record of the run, which makes it a step.
+    """
+
+    def _begin(self, backend: Backend, settings: StoreSettings) -> str:
+        return self.final
+
+    def _publish(self, replace: bool) -> None:
+        """Do nothing more."""
+
+    def abort(self) -> None:
+        """Remove the attempt, unless the record may have it: then the next owner of the run removes it."""
+        if not self._is_publishing:
+            self._remove()
+
+    def _remove(self) -> None:
+        if self._commit:
+            self._backend.remove(f"{self.directory}/{COMMIT_NAME}")
+        self._backend.remove(self.directory)
+
+
+class ObjectAttempt(StepAttempt):
+    """An attempt at a single checkpoint on an object store: its own prefix below the URL, to which COMMIT refers."""
+
+    _before: bytes | None = None  # the COMMIT at the URL when this attempt began
+    _others: Sequence[str] = ()  # the prefixes at that time
+
+    def _begin(self, backend: Backend, settings: StoreSettings) -> str:
+        # A save that began before this one and publishes first makes this one fail. So what is there now can be removed
+        # once this one is published. What others begin later must stay.
+        self._others = [each.name for each in list_entries(backend, self.final) if is_data_folder(each.name)]
+        self._before = read_pointer(backend, self.final)
+        return f"{self.final}/{new_data_folder()}"
+
+    @property
+    def committed_at(self) -> str:
+        """The prefix of this attempt."""
+        return self.directory
+
+    def _publish(self, replace: bool) -> None:
+        objects, commit = objects_of(self._backend), f"{self.final}/{COMMIT_NAME}"
+        record = msgspec.json.decode(self._commit, type=CommitRecord)
+        pointer = msgspec.json.encode(msgspec.structs.replace(record, folder=os.path.basename(self.directory)))
+        if self._before is None:
+            is_done = objects.write_new(commit, pointer)
+        else:
+            is_done = replace and objects.replace(commit, pointer, self._before)
+        if not is_done:
+            self.may_be_published = False
+            raise CheckpointExistsError(f"{self.final}: another checkpoint was saved there meanwhile; {self._if_taken}")
+        for name in self._others:
+            try:
+                self._backend.remove(f"{self.final}/{name}/{COMMIT_NAME}")
+                self._backend.remove(f"{self.final}/{name}")
+            except StorageError as error:
+                _log.warning("%s is saved, but %s of an earlier save was not removed: %s", self.final, name, error)
+
+    def abort(self) -> None:
+        """Remove the attempt, unless it may be the checkpoint now."""
+        if self.may_be_published:
+            found = read_pointer(self._backend, self.final)
+            if found is not None and os.path.basename(self.directory).encode() in found:
+                return
+            self.may_be_published = False
+        self._remove()
+
+
+def begin(
+    backend: Backend,
+    final: str,
+    settings: StoreSettings,
+    before_publishing: Callable[[], None] | None = None,
+    *,
+    is_step: bool = False,
+) -> Transaction:
+    """Begin to write a checkpoint; `is_step`: as a step of a run."""
+    kind = (StepAttempt if is_step else ObjectAttempt) if is_url(final) else Transaction
+    return kind(backend, final, settings, before_publishing)
+
+
 def begin_attempt(backend: Backend, final: str) -> str:
     """Create an attempt's directory next to the final name, and return its path."""
     paths = attempt_paths(final)
@@ -347,7 +461,7 @@ def atomic_directory(
 
     Raises CheckpointExistsError: something exists at `final`; StorageError: the file system refused.
     """
-    refuse_existing_name(final)
+    refuse_existing_name(backend, final)
     parent = os.path.dirname(final)
     backend.make_directory(parent, parents=True, sync=settings.durability == "full")
     try:
@@ -379,9 +493,9 @@ def atomic_directory(
             _log.warning("%s is written, but %s could not be removed: %s", final, attempt.directory, error)
 
 
-def refuse_existing_name(final: str) -> None:
+def refuse_existing_name(backend: Backend, final: str) -> None:
     """Raise CheckpointExistsError if anything exists at this path."""
-    if file_exists(final):
+    if file_exists(backend, final):
         raise _exists(final)
 
 
@@ -401,14 +515,18 @@ def refuse_temporary_name(final: str) -> None:
 @time_limited
 def refuse_existing(backend: Backend, final: str, replace: bool, how: str = "pass overwrite=True") -> None:
     """Raise CheckpointExistsError unless the name is free, or only holds a checkpoint that is to be replaced."""
-    if not file_exists(final):
+    if not file_exists(backend, final):
+        return
+    if is_url(final):
+        _refuse_existing_object(backend, final, replace, how)
         return
     # A single look may see a directory that another process has just replaced and is removing, so look again.
     # A partly removed directory counts as a checkpoint if a crash interrupted its replacement in place: then the new
     # checkpoint has the side name.
     names = (final, side_name(final))
     if not any(
-        any(is_committed(backend, name) for name in names) or not file_exists(final) for _ in range(MAX_LOOKUPS)
+        any(is_committed(backend, name) for name in names) or not file_exists(backend, final)
+        for _ in range(MAX_LOOKUPS)
     ):
         raise CheckpointExistsError(f"{final}: already exists and is not a checkpoint; choose another path")
     if not replace:
@@ -423,8 +541,25 @@ def refuse_existing(backend: Backend, final: str, replace: bool, how: str = "pas
     )
 
 
+def _refuse_existing_object(backend: Backend, final: str, replace: bool, how: str) -> None:
+    """As `refuse_existing`; on an object store, leftovers of earlier attempts are no obstacle."""
+    names = [entry.name for entry in list_entries(backend, final)]
+    others = [name for name in names if name != COMMIT_NAME and not is_data_folder(name)]
+    if others and COMMIT_NAME not in names:
+        raise CheckpointExistsError(f"{final}: already exists and is not a checkpoint; choose another path")
+    if COMMIT_NAME in names and not replace:
+        raise CheckpointExistsError(f"{final}: already exists; {how} to replace it, or choose another path")
+    if others:
+        raise CheckpointExistsError(
+            f"{final}: cannot replace a checkpoint next to other objects: {', '.join(others[:MAX_LISTED])}; move them "
+            "away, or choose another path"
+        )
+
+
 def remove_stale_temporaries(backend: Backend, final: str) -> None:
-    """Remove leftovers of earlier attempts; a refusal is only logged."""
+    """Remove leftovers of earlier attempts; a refusal is only logged. On an object store, the commit removes them."""
+    if is_url(final):
+        return
     try:
         remove_dead_attempts(backend, final)
     except StorageError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
 import operator
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.errors import SettingsError, StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Sink
 from jaxckpt_train.store.buffers import aligned_buffer
@@ -34,7 +35,7 @@ from jaxckpt_train.store.segment import (
     dtype_name,
     plan_segments,
 )
-from jaxckpt_train.store.threads import PerProcess, paused_collection, shared_workers
+from jaxckpt_train.store.threads import Latch, PerProcess, paused_collection, shared_workers
 
 _log = logging.getLogger("jaxckpt_train")
 WARN_S = 60.0
@@ -152,6 +153,7 @@ class SegmentWriter:
     """
 
     def __init__(self, backend: Backend, path: str, layout: SegmentLayout, settings: StoreSettings) -> None:
+        self._path = path
         self.layout, self._sync = layout, settings.durability != "none"
         self._create = functools.partial(backend.create, path, direct=settings.direct_io)
         self._digest = digest_function(settings.digest)
@@ -166,6 +168,8 @@ class SegmentWriter:
         self._cut = 0
         self._left = layout.size
         self._lock = threading.Lock()
+        self._turns: dict[int, Latch] = {}  # of a sink that is written in order: by the offset that comes next
+        self._is_broken = False
 
     def next_window(self, width: int) -> tuple[int, int] | None:
         """Cut the next window of at most `width` bytes; None: the file is cut."""
@@ -196,12 +200,30 @@ class SegmentWriter:
 
         Every window of a save borrows the same `buffer_bytes`, so that the pool has no gaps.
         """
+        try:
+            self._write(window, pool, buffer_bytes, disk, progress)
+        except BaseException:
+            with self._lock:
+                self._is_broken = True
+                turns = list(self._turns.values())
+            for turn in turns:
+                turn.open()
+            raise
+
+    def _write(
+        self,
+        window: tuple[int, int],
+        pool: StagingPool,
+        buffer_bytes: int,
+        disk: threading.Semaphore,
+        progress: Progress | None,
+    ) -> None:
         start, stop = window
         with self._lock:
             sink = self._sink = self._sink or self._create()
         pieces = self._in_place(start, stop, sink.alignment)
         if pieces is not None:
-            with disk:
+            with self._permit(sink, window, disk):
                 for at, piece in pieces:
                     sink.write_at(at, piece)
         else:
@@ -212,7 +234,7 @@ class SegmentWriter:
                 alignment = sink.alignment  # read again, because another thread may have left direct I/O
                 padded = -(-(stop - start) // alignment) * alignment
                 buffer[stop - start : padded] = 0
-                with disk:
+                with self._permit(sink, window, disk):
                     sink.write_at(start, buffer[:padded])
         with self._lock:
             self._left -= stop - start
@@ -221,6 +243,28 @@ class SegmentWriter:
             sink.finish(self.layout.size, sync=self._sync)
         if progress is not None:
             progress(stop - start)
+
+    @contextlib.contextmanager
+    def _permit(self, sink: Sink, window: tuple[int, int], disk: threading.Semaphore) -> Iterator[None]:
+        """Wait until a window may be written. The threads take the windows in order, so one of them is always next."""
+        if not sink.in_order:
+            with disk:
+                yield
+            return
+        start, stop = window
+        if start:
+            self._turn(start).wait()
+        if self._is_broken:
+            raise StorageError(errno.ECANCELED, "not written, because an earlier part failed", self._path)
+        yield
+        self._turn(stop).open()
+
+    def _turn(self, offset: int) -> Latch:
+        with self._lock:
+            turn = self._turns.setdefault(offset, Latch())
+            if self._is_broken:
+                turn.open()
+            return turn
 
     def _in_place(self, start: int, stop: int, alignment: int) -> list[tuple[int, np.ndarray]] | None:
         """The digested pieces of a window with their offsets in the file; None if a buffer is needed to assemble it."""

@@ -17,7 +17,8 @@ import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
 from jaxckpt_train.store import threads
 from tests.unit.test_unresponsive_disk import Stuck
-checkpoint._BACKEND, threads.GIVE_UP_S = Stuck(), 1.0
+stuck = Stuck()
+checkpoint.backend_for, threads.GIVE_UP_S = lambda _: stuck, 1.0
 try:
     jct.save_async(sys.argv[1] + "/c", {"w": np.ones(3)})
 except jct.CheckpointTimeoutError:

@@ -82,6 +82,8 @@ class SlowBackend(HoldingBackend):
 
 
 class _SlowSink:
+    in_order = False
+
     def __init__(self, backend: SlowBackend, inner: Any) -> None:
         self._backend, self._inner = backend, inner
         self.alignment, self.finish, self.abandon = inner.alignment, inner.finish, inner.abandon
@@ -178,5 +180,5 @@ class RecordingRun:
 def callback_on(backend: LocalBackend, directory: Path | str, **options: Any) -> jct.CheckpointCallback:
     """Return a callback on this back end; the default save interval is 100 steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "LocalBackend", lambda: backend)
+        patch.setattr(manager, "backend_for", lambda _: backend)
         return jct.CheckpointCallback(str(directory), **{"save_interval_steps": 100, **options})

@@ -58,6 +58,7 @@ ADAPTERS = {
     "hydra": {"config", "integrations.hydra_search_path"},
     "jinja2": {"report.page"},
     "keras": {"integrations.keras"},
+    "obstore": {"store.backends.objects"},
     "opentelemetry": {"metrics.exporters"},
     "orbax": {"integrations.orbax_items"},
     "prometheus_client": {"metrics.exporters"},
@@ -89,6 +90,7 @@ MAY_TOUCH_THE_DISK = {
 OF_FILE_SYSTEMS = {"rename", "exchange", "append", "touch", "point"}
 MAY_USE_FILE_SYSTEMS = {
     "store.backends.local": "the backend of the disk",
+    "store.backends.by_path": "passes on what is asked of a path",
     "store.backends.records": "records on file systems, which have no compare-and-swap",
     "store.transaction": "makes an attempt visible",
     "store.removal": "makes a checkpoint disappear",
@@ -121,8 +123,10 @@ MAY_HAVE_ONE_IMPORTER = {
     "pytree.redistribution": "the exchange of shards between processes",
     "pytree.shared_reads": "the reads that the processes of a job share",
     "report.charts": "all that imports bokeh",
+    "run.history_objects": "the history on object stores, which cannot append",
     "run.restoring": "a restore of a run, by one process or by all processes of a job",
     "run.scrubber": "the thread that reads old steps again",
+    "store.backends.objects": "the backend of object stores",
     "store.backends.records": "records on any file system; the memory backend of the tests needs them, too",
     "testing.causes": "the catalogue of causes of an inexact resume",
     "testing.resume_proof": "the public functions of the package testing",

@@ -25,6 +25,7 @@ class _File:
 
 class _MemorySink:
     alignment = 1
+    in_order = False
 
     def __init__(self, file: _File) -> None:
         self._file = file
@@ -82,6 +83,13 @@ class MemoryBackend:
         """Open a file below a directory."""
         path = os.path.join(directory, name)
         return _MemorySource(path, self._file(path, "open the file"))
+
+    def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
+        """What is at a path."""
+        with self._lock:
+            if path not in self._nodes:
+                return None
+            return "directory" if self._nodes[path] is None else "file"
 
     def list(self, path: str) -> list[Entry]:
         """The entries of a directory, sorted by name."""

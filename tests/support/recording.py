@@ -52,6 +52,8 @@ class RecordingBackend:
 
 
 class _RecordingSink:
+    in_order = False
+
     def __init__(self, backend: RecordingBackend, inner: Any, path: str) -> None:
         self.backend, self.inner, self.path = backend, inner, path
         self.alignment = inner.alignment

@@ -84,6 +84,8 @@ class StrictBackend(MemoryBackend):
 
 
 class _StrictSink:
+    in_order = False
+
     def __init__(self, backend: StrictBackend, inner: Any, alignment: int) -> None:
         self._backend, self._inner, self._open, self.alignment = backend, inner, True, alignment
         backend.count(+1)

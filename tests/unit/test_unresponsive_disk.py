@@ -42,7 +42,7 @@ class Stuck(LocalBackend):
 @pytest.fixture(params=["the attempt", "its parents"])
 def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
     stuck = Stuck(request.param == "its parents")
-    monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", stuck)
+    monkeypatch.setattr("jaxckpt_train.checkpoint.backend_for", lambda _: stuck)
     yield stuck
     stuck.go.set()
 

@@ -9,10 +9,10 @@ import dataclasses
 import errno
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from jaxckpt_train.errors import StorageError
+from jaxckpt_train.errors import SettingsError, StorageError
 
 if TYPE_CHECKING:  # `jaxckpt --help` imports this module, and needs no numpy
     import numpy as np
@@ -89,12 +89,14 @@ class Sink(Protocol):
 
     Attributes:
         alignment: offsets, lengths and buffer addresses of `write_at` must be multiples of this.
+        in_order: whether each `write_at` must continue where the last one ended.
     """
 
     alignment: int
+    in_order: bool
 
     def write_at(self, offset: int, data: np.ndarray) -> None:
-        """Write all of a flat uint8 array at this offset. May be called from several threads at once."""
+        """Write all of a flat uint8 array at this offset. Unless `in_order`, several threads may call it at once."""
 
     def finish(self, size: int, *, sync: bool) -> None:
         """Truncate the file to `size` bytes, sync its data if `sync`, and close it."""
@@ -141,6 +143,9 @@ class Files(Opener, Protocol):
     def list(self, path: str) -> list[Entry]:
         """The entries of a directory, sorted by name."""
 
+    def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
+        """What is at a path, after following links; "other" for a broken link, and None for nothing."""
+
     def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
         """Create a directory. With `parents`, also create missing parents, and accept an existing directory."""
 
@@ -175,8 +180,24 @@ class Storage(Files, Records, Protocol):
     """What every kind of storage offers: files that never change, and records."""
 
 
+class Objects(Storage, Protocol):
+    """An object store. Its paths are URLs; `make_directory` and `sync` do nothing there."""
+
+    def replace(self, path: str, data: bytes, before: bytes) -> bool:
+        """Replace the content `before` of a small object atomically; False: it has other content, or is gone."""
+
+    def remove_objects(self, paths: Sequence[str]) -> None:
+        """Remove objects of one bucket, many in one request. Missing ones are not an error."""
+
+    def probe(self, directory: str) -> None:
+        """Raise StorageError if the endpoint ignores the conditions of puts, or refuses to write."""
+
+
 class Backend(Storage, Protocol):
-    """A file system. Only the modules that `test_layering.py` lists use what is defined here."""
+    """A file system, and object stores for paths that are URLs.
+
+    Only the modules that `test_layering.py` lists use what is defined here.
+    """
 
     def rename(self, source: str, target: str) -> None:
         """Move a file or directory atomically to a free name; raises with EEXIST if the name is taken."""
@@ -192,6 +213,20 @@ class Backend(Storage, Protocol):
 
     def touch(self, path: str) -> None:
         """Set a file's modification time to now."""
+
+
+@runtime_checkable
+class WithObjects(Protocol):
+    """A backend that reaches object stores, too."""
+
+    objects: Objects
+
+
+def objects_of(backend: Backend) -> Objects:
+    """The object stores that a backend reaches. Raises SettingsError: it reaches none."""
+    if not isinstance(backend, WithObjects):
+        raise SettingsError(f"{type(backend).__name__}: reaches no object store")
+    return backend.objects
 
 
 @runtime_checkable

@@ -44,7 +44,6 @@ from jaxckpt_train.store.backends.local_names import (
     scan_entries,
 )
 from jaxckpt_train.store.backends.records import add_next_version, read_newest_version, refresh_version
-from jaxckpt_train.store.timeouts import time_limited
 
 if TYPE_CHECKING:  # `jaxckpt --help` imports this module, and needs no numpy
     import numpy as np
@@ -129,6 +128,14 @@ class LocalBackend:
             else:
                 retry_interrupted(os.unlink, path)
 
+    def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
+        with _storage_errors("look at the path", path):
+            try:
+                mode = retry_interrupted(os.stat, path).st_mode
+            except (FileNotFoundError, NotADirectoryError):
+                return "other" if name_exists(path) else None
+        return "file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other"
+
     def sync(self, path: str) -> None:
         with _storage_errors("sync", path):
             descriptor = open_to_sync(path)
@@ -201,20 +208,6 @@ def side_name(path: str) -> str:
     return os.path.join(folder, f".{name}.aside")
 
 
-@time_limited
-def is_file(path: str) -> bool:
-    """Whether there is a regular file at this path."""
-    return os.path.isfile(path)
-
-
-def file_exists(path: str | os.PathLike[str]) -> bool:
-    """Whether anything exists at this path; a network file system that does not respond counts as no."""
-    try:
-        return os.path.lexists(path)
-    except OSError:
-        return False
-
-
 @contextlib.contextmanager
 def _storage_errors(action: str, path: str) -> Iterator[None]:
     """Turn an OSError into a StorageError that names the action, the path and what to do."""
@@ -266,6 +259,8 @@ class _LocalFile:
 
 
 class _LocalSink(_LocalFile):
+    in_order = False
+
     def write_at(self, offset: int, data: np.ndarray) -> None:
         view = memoryview(data)
         with _storage_errors(f"write {len(view)} bytes at {offset}", self._path):

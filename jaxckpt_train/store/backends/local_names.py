@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.store.backends.base import UNAVAILABLE, Entry
 
 _LOOKS = 3
@@ -209,7 +210,9 @@ def replace_symlink(path: str, target: str | None) -> None:
 
 
 def is_same_file(path: str, other: str) -> bool:
-    """Whether two paths refer to the same file or directory."""
+    """Whether two paths refer to the same file or directory; a URL has no other name."""
+    if is_url(path) or is_url(other):
+        return path == other
     try:
         return os.path.samestat(retry_interrupted(os.stat, path), retry_interrupted(os.stat, other))
     except FileNotFoundError:
@@ -267,4 +270,4 @@ def _renameat2(source: str, target: str, flags: int) -> bool:
 
 def real_path(path: str) -> str:
     """The path with all links resolved: model caches have files of one name that are links to others."""
-    return os.path.realpath(path)
+    return path if is_url(path) else os.path.realpath(path)

@@ -203,7 +203,7 @@ class RemovesTheNewest(LocalBackend):
 
 def test_checkpoint_removed_meanwhile_is_replaced_by_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
-    monkeypatch.setattr(checkpoint, "_BACKEND", RemovesTheNewest())
+    monkeypatch.setattr(checkpoint, "backend_for", lambda _: RemovesTheNewest())
     assert jct.metadata(tmp_path).step == 11
     (tmp_path / "checkpoint_11").rename(tmp_path / "checkpoint_10")
     with pytest.raises(jct.StorageError, match="No such file"):

@@ -18,7 +18,8 @@ import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
 from jaxckpt_train.store import threads
 from tests.unit.store.test_lost_threads import HalfDeadBackend
-checkpoint._BACKEND = HalfDeadBackend()
+half_dead = HalfDeadBackend()
+checkpoint.backend_for = lambda _: half_dead
 path = sys.argv[1] + "/dead/c"
 jct.save(path, {f"x{n}": np.arange(300_000) + n for n in range(8)})
 threads.GIVE_UP_S = 1.0

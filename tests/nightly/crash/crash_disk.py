@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 import zlib
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -175,6 +175,13 @@ class CrashDisk:
             modified_ns = int(1e9 * self.machine.touched_s.get(found, 0.0))
             return _Source(self, path, self.machine.live.files[found], modified_ns, PAGE if direct else 1)
 
+    def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
+        with self.machine.guard:
+            found = self.machine.live.find(path)
+            if found is None or found in self.machine.live.lost:
+                return None
+            return "directory" if found in self.machine.live.folders else "file"
+
     def list(self, path: str) -> list[Entry]:
         with self.machine.guard:
             _, found = self._existing("list the directory", path)
@@ -333,6 +340,8 @@ def _refusal(code: int, action: str, path: str) -> StorageError:
 
 
 class _Sink:
+    in_order = False
+
     def __init__(self, disk: CrashDisk, path: str, inode: int, alignment: int) -> None:
         self._disk, self._path, self._inode, self.alignment = disk, path, inode, alignment
 

@@ -17,7 +17,7 @@ from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.run import lock
 from jaxckpt_train.run.entry import parse_step_name
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import process_identity, transaction
+from jaxckpt_train.store import process_identity
 from jaxckpt_train.store.backends.local import side_name
 from jaxckpt_train.store.committed import is_committed
 from jaxckpt_train.store.process_identity import ProcessIdentity
@@ -246,13 +246,6 @@ def remove_non_checkpoint(disk: CrashDisk) -> None:
 @contextlib.contextmanager
 def on(disk: CrashDisk) -> Iterator[None]:
     """Let functions for single checkpoints use this disk."""
-
-    def exists(path: str) -> bool:
-        found = disk.machine.live.find(path)
-        return found is not None and found not in disk.machine.live.lost
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_BACKEND", disk)
-        patch.setattr(transaction, "file_exists", exists)
-        patch.setattr(checkpoint, "is_file", lambda path: disk.machine.live.find(path) in disk.machine.live.files)
+        patch.setattr(checkpoint, "backend_for", lambda _: disk)
         yield

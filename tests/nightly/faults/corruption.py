@@ -96,7 +96,7 @@ class _One:
     def _loaded(self, backend: MemoryBackend) -> str | None:
         """Return the error of a load, or None if it returned the saved data."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint, "_BACKEND", backend)
+            patch.setattr(checkpoint, "backend_for", lambda _: backend)
             try:
                 loaded = raw(checkpoint.load_checkpointables(STEP, settings=self.settings))
             except CheckpointError as error:

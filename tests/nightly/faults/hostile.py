@@ -180,13 +180,13 @@ class Targets:
     def load(self, data: bytes) -> None:
         """Load the step."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint, "_BACKEND", with_manifest(self.files, data))
+            patch.setattr(checkpoint, "backend_for", lambda _: with_manifest(self.files, data))
             checkpoint.load_checkpointables(STEP, settings=SETTINGS)
 
     def metadata(self, data: bytes) -> None:
         """Read the metadata of the step."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint, "_BACKEND", with_manifest(self.files, data))
+            patch.setattr(checkpoint, "backend_for", lambda _: with_manifest(self.files, data))
             repr((checkpoint.metadata(STEP), checkpoint.metadata(STEP).checkpointables))
 
     def value(self, data: bytes, kind: str = "json") -> None:
@@ -200,14 +200,14 @@ class Targets:
         text = text.replace(b'"kind":"json"', f'"kind":"{kind}"'.encode())
         backend = with_manifest({**self.files, f"{STEP}/{old.file}": data}, text)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint, "_BACKEND", backend)
+            patch.setattr(checkpoint, "backend_for", lambda _: backend)
             checkpoint.load_checkpointables(STEP, {"config": None}, settings=SETTINGS)
 
     def flax_file(self, data: bytes) -> None:
         """Load a checkpoint file of Flax."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint, "_BACKEND", planted({"/file/state": data}))
-            patch.setattr(checkpoint, "is_file", lambda path: True)
+            patch.setattr(checkpoint, "backend_for", lambda _: planted({"/file/state": data}))
+            patch.setattr(checkpoint, "is_file", lambda backend, path: True)
             checkpoint.load("/file/state", settings=SETTINGS)
 
     def open(self, data: bytes) -> None:

@@ -137,7 +137,7 @@ ENDS_EARLY = [("segment: ends early", ".safetensors"), ("value: ends early", ".j
 
 def error_of_load(backend: MemoryBackend) -> str | None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_BACKEND", backend)
+        patch.setattr(checkpoint, "backend_for", lambda _: backend)
         try:
             checkpoint.load_checkpointables(STEP)
         except CheckpointError as error:

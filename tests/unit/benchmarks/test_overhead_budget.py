@@ -98,7 +98,7 @@ class SlowToSave:
 
 def test_block_ends_after_its_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = HoldingBackend("rename", "step-")
-    monkeypatch.setattr(manager, "LocalBackend", lambda: backend)
+    monkeypatch.setattr(manager, "backend_for", lambda _: backend)
     training: Any = SlowToSave(backend)
     loop = SavingLoop(training, tmp_path / "run")
     while not loop.saves:  # until the policy has measured an update

@@ -52,7 +52,7 @@ def test_prefetched_files_close_when_descriptors_run_out(
     parts = {f"part{number}": {"w": np.full(5000, number)} for number in range(PARTS)}
     jct.save_checkpointables(tmp_path / "c", {**parts, "notes": jct.JsonValue([1])})
     files = FewFiles(most)
-    monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", files)
+    monkeypatch.setattr("jaxckpt_train.checkpoint.backend_for", lambda _: files)
     names = [*reversed(parts), "notes"]
     found = jct.load_checkpointables(tmp_path / "c", dict.fromkeys(names))
     assert found.pop("notes") == jct.JsonValue([1])

@@ -127,7 +127,7 @@ def test_arrays_are_put_while_others_are_being_read(path: Path, monkeypatch: pyt
             backend.gate.set()
             return super().put(*given, **how)
 
-    monkeypatch.setattr(checkpoint, "_BACKEND", backend)
+    monkeypatch.setattr(checkpoint, "backend_for", lambda _: backend)
     monkeypatch.setattr(placing, "DevicePuts", SignalledPuts)
     with enable_x64(True):
         like = {f"x{n:02d}": jax.ShapeDtypeStruct((LEAF_BYTES // 8,), np.float64) for n in range(LEAVES)}

@@ -129,7 +129,7 @@ def test_arrays_may_be_deleted_once_the_call_returned(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the call returned, an array may be gone: it must have been fetched before."""
-    monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", BusyBackend())
+    monkeypatch.setattr("jaxckpt_train.checkpoint.backend_for", lambda _: BusyBackend())
     state = state_of(sharded=True)
     expected = raw_of(state)
     pending = jct.save_async(tmp_path / "c", state, settings=quick(mode))
@@ -159,7 +159,7 @@ def test_stream_saves_trees_without_device_arrays(tree: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize("mode", ["device", "stream"])
 @pytest.mark.parametrize("takes", [0, 1, 3])
 def test_full_disk_is_raised_by_wait(mode: str, takes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", BusyBackend(takes))
+    monkeypatch.setattr("jaxckpt_train.checkpoint.backend_for", lambda _: BusyBackend(takes))
     pending = jct.save_async(tmp_path / "c", state_of(sharded=True), settings=quick(mode))
     with pytest.raises(jct.StorageError, match="No space left on device"):
         pending.wait()
@@ -171,7 +171,7 @@ def test_failed_checkpointable_releases_all_checkpointables(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = RefusingBackend("create", f"{part}/p00000", errno.EACCES, 1)
-    monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", backend)
+    monkeypatch.setattr("jaxckpt_train.checkpoint.backend_for", lambda _: backend)
     parts = {"first": state_of(sharded=False), "second": state_of(sharded=True)}
     pending = jct.save_checkpointables_async(tmp_path / "c", parts, settings=quick("stream"))
     with pytest.raises(jct.StorageError, match="refused to create"):

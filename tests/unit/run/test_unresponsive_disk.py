@@ -193,7 +193,7 @@ class BreakingBackend(StoppingBackend):
 def test_disk_that_fails_then_hangs_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restored = BreakingBackend("safetensors", "safetensors")  # a failed read is repeated
     loaded = BreakingBackend("safetensors", "COMMIT")
-    monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", loaded)
+    monkeypatch.setattr("jaxckpt_train.checkpoint.backend_for", lambda _: loaded)
     try:
         with pytest.raises(jct.CheckpointTimeoutError, match="no progress for"):
             jct.StepManager(run, backend=restored).restore({"state": STATE})  # type: ignore[arg-type]
@@ -254,7 +254,7 @@ def test_progress_error_ends_hung_load(run: Path, monkeypatch: pytest.MonkeyPatc
     for number in range(6):
         disk = StoppingBackend()
         disk.stop = number
-        monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", disk)
+        monkeypatch.setattr("jaxckpt_train.checkpoint.backend_for", lambda _, disk=disk: disk)
 
         def progress(done: int, disk: StoppingBackend = disk) -> None:
             if done == 0 and disk.calls > disk.stop:

@@ -243,7 +243,7 @@ def test_wait_for_stuck_save_times_out(tmp_path: Path, monkeypatch: pytest.Monke
             go.wait(60)
             return super().create(path, direct=direct)
 
-    monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", Stuck())
+    monkeypatch.setattr("jaxckpt_train.checkpoint.backend_for", lambda _: Stuck())
     pending = jct.save_async(tmp_path / "c", state_of(1))
     try:
         with pytest.raises(jct.CheckpointTimeoutError, match="the save continues"):

@@ -18,8 +18,9 @@ import pytest
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backends import local, local_names
 from jaxckpt_train.store.backends.base import Entry
-from jaxckpt_train.store.backends.local import LocalBackend, file_exists, is_file, side_name
+from jaxckpt_train.store.backends.local import LocalBackend, side_name
 from jaxckpt_train.store.buffers import aligned_buffer
+from jaxckpt_train.store.files import file_exists, is_file
 from tests.support.backend_contract import BackendContract, refused
 from tests.support.file_content import content
 
@@ -349,8 +350,13 @@ def test_side_name_is_hidden_sibling() -> None:
 def test_looking_for_files_follows_the_path(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "missing")
-    assert [is_file(str(tmp_path / name)) for name in ("a", "dangling", "")] == [True, False, False]
-    assert [file_exists(str(tmp_path / name)) for name in ("a", "dangling", "", "x")] == [True, True, True, False]
+    assert [is_file(LocalBackend(), str(tmp_path / name)) for name in ("a", "dangling", "")] == [True, False, False]
+    assert [file_exists(LocalBackend(), str(tmp_path / name)) for name in ("a", "dangling", "", "x")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_refused_direct_io_is_not_reported_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,550 @@
+"""The backend of object stores: S3, Google Cloud Storage and Azure, through obstore.
+
+A path is a URL, such as `s3://bucket/run`. Objects never change, except for records, which are replaced only by
+conditional puts. Nothing is renamed. All network access is in this module, and so are its time limits and retries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import hashlib
+import os
+import re
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+
+from jaxckpt_train.errors import CorruptCheckpointError, SettingsError, StorageError
+from jaxckpt_train.settings import KIB, MIB, ObjectStoreSettings
+from jaxckpt_train.store.backends.base import Entry, StoredRecord, storage_error
+from jaxckpt_train.store.threads import PerProcess, shared_workers
+from jaxckpt_train.store.timeouts import report_progress
+
+if TYPE_CHECKING:  # `jaxckpt --help` imports this module, and needs neither
+    import numpy as np
+    from obstore import UpdateVersion
+    from obstore.store import ObjectStore
+
+FIRST_BYTES = 256 * KIB
+"""How much of a small file is read when it is opened, so that most of them take one request."""
+REQUEST_BYTES = 8 * MIB
+"""The size of the requests that one read is divided into."""
+MAX_RECORD_BYTES = 64 << 20
+_DELETED_AT_ONCE = 1000
+_SCHEMES = {"s3": "s3", "gs": "gs", "az": "azure"}
+_QUERY = re.compile(r"\?[^\s\"'<>)]*")
+_SECRET = re.compile(r"(?i)(authorization|signature|credential|token|password|secret)([^\s,;]*[\s]*[=:]\s*)[^\s,;]+")
+_NO_OBSTORE = "this needs the package obstore: pip install 'jaxckpt-train[objects]'"
+
+
+class _Header(msgspec.Struct):
+    """The first line of a record. The nonce makes each version different: an S3 ETag is a digest of the content."""
+
+    version: int
+    nonce: str
+
+
+class _Found(NamedTuple):
+    header: _Header
+    data: bytes
+    token: UpdateVersion  # of the object, for a conditional put
+    modified: datetime.datetime
+    problem: str | None
+
+
+class _Place(NamedTuple):
+    """An object or a prefix: its store, and the key in it."""
+
+    store: ObjectStore
+    key: str
+
+
+class _Clients:
+    """The clients of this process, by bucket and settings. A forked child must not use those of its parent."""
+
+    def __init__(self) -> None:
+        self._owner: int | None = None  # the process that has used obstore
+        self._made = PerProcess[tuple[str, ObjectStoreSettings], Any](_new_client)
+
+    def get(self, bucket: str, settings: ObjectStoreSettings) -> ObjectStore:
+        """The client of a bucket.
+
+        Raises StorageError in a child that was forked after its parent had used obstore: its calls would never return.
+        """
+        if self._owner not in (None, os.getpid()):
+            raise StorageError(
+                errno.ENOTSUP,
+                f"cannot be used in a forked child of process {self._owner}, which has used an object store: start the "
+                'process by multiprocessing.get_context("spawn")',
+                bucket,
+            )
+        found: ObjectStore = self._made.get((bucket, settings))
+        self._owner = os.getpid()
+        return found
+
+
+def _new_client(key: tuple[str, ObjectStoreSettings]) -> ObjectStore:
+    bucket, settings = key
+    try:
+        from obstore.store import AzureStore, GCSStore, S3Store
+    except ImportError as error:
+        raise SettingsError(f"{bucket}: {_NO_OBSTORE}") from error
+    scheme, _, name = bucket.partition("://")
+    kind: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[scheme]
+    client: dict[str, Any] = {
+        "timeout": f"{settings.request_timeout_s}s",
+        "connect_timeout": f"{settings.connect_timeout_s}s",
+    }
+    config = {str(option): value for option, value in settings.options.items()}
+    if settings.endpoint is not None:
+        config[_ENDPOINT_OPTION[scheme]] = settings.endpoint
+    if (settings.endpoint or "").startswith("http://"):
+        client["allow_http"] = True
+    if settings.region is not None and scheme == "s3":
+        config["region"] = settings.region
+    if settings.anonymous:
+        config["skip_signature"] = "true"
+    retries = {
+        "max_retries": settings.retries,
+        "retry_timeout": datetime.timedelta(seconds=settings.retry_timeout_s),
+    }
+    try:
+        return kind(name, config=config or None, client_options=client, retry_config=retries)  # type: ignore[no-any-return]
+    except Exception as error:  # noqa: BLE001  # obstore's errors have no common type that says "wrong setting"
+        raise SettingsError(f"{bucket}: object_store: {_shown(error)}") from None
+
+
+_ENDPOINT_OPTION = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
+_clients = _Clients()
+
+
+def _shown(error: BaseException) -> str:
+    """The first line of an error of obstore, without queries and values that may be secrets."""
+    text = str(error).split("\n\nDebug source", 1)[0].strip().splitlines()
+    line = " ".join(part.strip() for part in text)[:500] or type(error).__name__
+    return _SECRET.sub(r"\1\2...", _QUERY.sub("?...", line))
+
+
+@contextlib.contextmanager
+def _storage_errors(action: str, path: str) -> Iterator[None]:
+    """Turn an error of obstore into a StorageError that names the action, the path and what to do."""
+    from obstore import exceptions
+
+    try:
+        yield
+    except (StorageError, CorruptCheckpointError, SettingsError):
+        raise
+    except (exceptions.NotFoundError, FileNotFoundError) as error:
+        raise storage_error(errno.ENOENT, action, path) from _without_secrets(error)
+    except exceptions.AlreadyExistsError as error:
+        raise storage_error(errno.EEXIST, action, path) from _without_secrets(error)
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        reason = f"the credentials were refused: {_shown(error)}"
+        raise StorageError(errno.EACCES, f"cannot {action}: {reason}", path) from None
+    except (exceptions.BaseError, ValueError, OSError) as error:
+        raise StorageError(errno.EIO, f"cannot {action}: {_shown(error)}", path) from None
+
+
+def _without_secrets(error: BaseException) -> BaseException:
+    return type(error)(_shown(error))
+
+
+class ObjectBackend:
+    """Objects below URLs. `settings` say how the endpoint is reached."""
+
+    def __init__(self, settings: ObjectStoreSettings) -> None:
+        self._settings = settings
+        self._seen: dict[str, tuple[int, UpdateVersion]] = {}  # the newest known version of each record
+        self._probed: set[str] = set()
+
+    def _at(self, path: str) -> _Place:
+        scheme, _, rest = path.partition("://")
+        bucket, _, key = rest.partition("/")
+        if scheme not in _SCHEMES or not bucket:
+            raise SettingsError(
+                f"{path}: expected a URL such as s3://bucket/run, gs://bucket/run or az://container/run"
+            )
+        return _Place(_clients.get(f"{scheme}://{bucket}", self._settings), key.strip("/"))
+
+    def create(self, path: str, *, direct: bool | Literal["auto"]) -> _Upload:
+        """Create an object. It appears when it is finished."""
+        return _Upload(path, self._at(path), self._settings)
+
+    def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> _ObjectSource:
+        """Open an object. With `direct` False, a small one is read at once."""
+        import obstore
+
+        path = f"{directory}/{name}"
+        with _storage_errors("open the object", path):
+            store, key = self._at(path)
+            first = b""
+            if direct is not False:
+                found = obstore.head(store, key)
+            else:
+                try:
+                    result = obstore.get(store, key, options={"range": (0, FIRST_BYTES)})
+                    found, first = result.meta, bytes(result.bytes())
+                except Exception as error:  # an empty object has no first byte
+                    if isinstance(error, (FileNotFoundError, PermissionError)):
+                        raise
+                    found = obstore.head(store, key)
+                    if found["size"]:
+                        raise
+            return _ObjectSource(path, _Place(store, key), found["size"], found["last_modified"], first, self._settings)
+
+    def write_new(self, path: str, data: bytes) -> bool:
+        """Create a small object with this content; False if the name is taken."""
+        try:
+            self._put_new(path, data)
+        except StorageError as error:
+            if error.errno == errno.EEXIST:
+                return False
+            raise
+        return True
+
+    def _put_new(self, path: str, data: bytes) -> None:
+        """Put an object that must not exist. If it exists with this content, an earlier try has put it."""
+        _put_new(path, self._at(path), data)
+
+    def read_small(self, path: str, limit: int) -> bytes | None:
+        """The content of a small object; None: there is none. Raises CorruptCheckpointError: it is too large."""
+        import obstore
+
+        with _storage_errors("read the object", path):
+            store, key = self._at(path)
+            try:
+                found = obstore.get(store, key)
+            except FileNotFoundError:
+                return None
+            if found.meta["size"] > limit:
+                raise CorruptCheckpointError(f"{path}: {found.meta['size']} bytes, expected at most {limit}")
+            return bytes(found.bytes())
+
+    def replace(self, path: str, data: bytes, before: bytes) -> bool:
+        """Replace the content `before` of a small object by `data`; False: it has other content, or is gone."""
+        import obstore
+
+        with _storage_errors("replace the object", path):
+            store, key = self._at(path)
+            try:
+                found = obstore.get(store, key)
+                if found.meta["size"] != len(before) or bytes(found.bytes()) != before:
+                    return False
+                obstore.put(store, key, data, mode=_token(found.meta), use_multipart=False)
+            except Exception as error:  # noqa: BLE001  # raised again if the put had no effect
+                return self._is_content(path, data, error)
+        return True
+
+    def _is_content(self, path: str, data: bytes, error: Exception) -> bool:
+        """After a put that failed: True if it had its effect, False if the condition failed; else raise the error."""
+        from obstore import exceptions
+
+        if self.read_small(path, max(len(data), MAX_RECORD_BYTES)) == data:
+            return True
+        if isinstance(error, (exceptions.PreconditionError, exceptions.AlreadyExistsError, FileNotFoundError)):
+            return False
+        raise error
+
+    def list(self, path: str) -> list[Entry]:
+        """The objects and prefixes below a prefix, sorted by name."""
+        import obstore
+
+        with _storage_errors("list the prefix", path):
+            store, key = self._at(path)
+            found = obstore.list_with_delimiter(store, key or None)
+        entries = [Entry(prefix.rpartition("/")[2], "directory") for prefix in found["common_prefixes"]]
+        entries += [Entry(meta["path"].rpartition("/")[2], "file") for meta in found["objects"]]
+        if not entries and key:
+            raise storage_error(errno.ENOENT, "list the prefix", path)
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def kind(self, path: str) -> Literal["file", "directory"] | None:
+        """What is at a path: an object, a prefix of others, or nothing."""
+        import obstore
+
+        with _storage_errors("look at the object", path):
+            store, key = self._at(path)
+            if not key:
+                return "directory"
+            with contextlib.suppress(FileNotFoundError):
+                obstore.head(store, key)
+                return "file"
+            for _ in obstore.list(store, f"{key}/", chunk_size=1):
+                return "directory"
+        return None
+
+    def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
+        """Do nothing: prefixes exist with their objects."""
+
+    def sync(self, path: str) -> None:
+        """Do nothing: an object is durable when its put has returned."""
+
+    def remove(self, path: str) -> None:
+        """Remove an object, or all objects below a prefix."""
+        import obstore
+
+        with _storage_errors("remove", path):
+            store, key = self._at(path)
+            with contextlib.suppress(FileNotFoundError):
+                obstore.delete(store, key)
+            for found in obstore.list(store, f"{key}/", chunk_size=_DELETED_AT_ONCE):
+                with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+                    obstore.delete(store, [each["path"] for each in found])
+                report_progress()
+
+    def remove_objects(self, paths: Sequence[str]) -> None:
+        """Remove objects of one bucket, many in one request."""
+        import obstore
+
+        for at in range(0, len(paths), _DELETED_AT_ONCE):
+            places = [self._at(path) for path in paths[at : at + _DELETED_AT_ONCE]]
+            with _storage_errors("remove", paths[at]), contextlib.suppress(FileNotFoundError):
+                obstore.delete(places[0].store, [place.key for place in places])
+
+    def read_record(self, path: str) -> StoredRecord | None:
+        """The newest version of a record; None: there is none."""
+        found = self._read(path)
+        if found is None:
+            return None
+        # The clock of the storage has full seconds; the nonce distinguishes refreshes within one.
+        digest = int.from_bytes(hashlib.sha256(found.header.nonce.encode()).digest()[:4]) % 10**9
+        at_ns = int(found.modified.timestamp()) * 10**9 + digest
+        return StoredRecord(found.header.version, found.data, at_ns, found.problem)
+
+    def _read(self, path: str) -> _Found | None:
+        import obstore
+
+        with _storage_errors("read the record", path):
+            store, key = self._at(f"{path}.json")
+            try:
+                got = obstore.get(store, key)
+            except FileNotFoundError:
+                return None
+            meta, problem = got.meta, None
+            if meta["size"] > MAX_RECORD_BYTES:
+                problem, content = f"{path}: {meta['size']} bytes, expected at most {MAX_RECORD_BYTES}", b""
+            else:
+                content = bytes(got.bytes())
+        head, _, data = content.partition(b"\n")
+        try:
+            header = msgspec.json.decode(head, type=_Header)
+        except (msgspec.DecodeError, ValueError):
+            header, problem = (
+                _Header(0, str(meta["e_tag"])),
+                problem or f"{path}: expected a record, found other content",
+            )
+        token = _token(meta)
+        self._seen[path] = header.version, token
+        return _Found(header, data, token, meta["last_modified"], problem)
+
+    def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
+        """Replace this version of a record (None: create it), and return the new version; None: another was faster."""
+        token: UpdateVersion | None = None
+        if version is not None:
+            seen = self._seen.get(path)
+            if seen is None or seen[0] != version:
+                self._read(path)
+                seen = self._seen.get(path)
+            if seen is None or seen[0] != version:
+                return None
+            token = seen[1]
+        header = _Header((version or 0) + 1, secrets.token_hex(16))
+        return header.version if self._write_record(path, header, data, token) else None
+
+    def refresh_record(self, path: str, version: int) -> None:
+        """Write this version of a record again, if it is still the newest."""
+        found = self._read(path)
+        if found is not None and found.header.version == version and found.problem is None:
+            self._write_record(path, _Header(version, secrets.token_hex(16)), found.data, found.token)
+
+    def _write_record(self, path: str, header: _Header, data: bytes, token: UpdateVersion | None) -> bool:
+        """Put a record conditionally; whether it was written. Reads it back after any doubt."""
+        import obstore
+        from obstore import exceptions
+
+        with _storage_errors("write the record", path):
+            store, key = self._at(f"{path}.json")
+            content = msgspec.json.encode(header) + b"\n" + data
+            try:
+                done = obstore.put(store, key, content, mode="create" if token is None else token, use_multipart=False)
+                self._seen[path] = header.version, _token(done)
+            except Exception as error:
+                self._seen.pop(path, None)
+                found = self._read(path)
+                if found is not None and found.header.nonce == header.nonce:
+                    return True
+                if isinstance(error, (exceptions.PreconditionError, exceptions.AlreadyExistsError, FileNotFoundError)):
+                    return False
+                raise
+        return True
+
+    def probe(self, directory: str) -> None:
+        """Check that the endpoint honours conditions, once for each bucket.
+
+        Raises StorageError: it ignores them, or refuses to write. Two processes could then own one run.
+        """
+        import obstore
+        from obstore import exceptions
+
+        bucket = "/".join(directory.split("/")[:3])
+        if bucket in self._probed or not self._settings.check_conditions:
+            return
+        path = f"{directory}/.jaxckpt-now-{secrets.token_hex(8)}"
+        with _storage_errors("write a first object", path):
+            store, key = self._at(path)
+            ignored = []
+            first = obstore.put(store, key, b"1" + secrets.token_bytes(8), mode="create", use_multipart=False)
+            try:
+                obstore.put(store, key, b"2" + secrets.token_bytes(8), mode="create", use_multipart=False)
+                ignored.append("If-None-Match (create only)")
+            except exceptions.AlreadyExistsError:
+                pass
+            second = obstore.put(store, key, b"3" + secrets.token_bytes(8), mode=_token(first), use_multipart=False)
+            try:
+                obstore.put(store, key, b"4" + secrets.token_bytes(8), mode=_token(first), use_multipart=False)
+                ignored.append("If-Match (replace only this version)")
+            except exceptions.PreconditionError:
+                pass
+            del second
+            with contextlib.suppress(Exception):  # permission to delete is needed by retention only
+                obstore.delete(store, key)
+        if ignored:
+            raise StorageError(
+                errno.ENOTSUP,
+                f"the endpoint ignores {' and '.join(ignored)}, so two jobs could overwrite each other: use another "
+                "one, or set object_store.check_conditions=False if no other job ever saves there",
+                directory,
+            )
+        self._probed.add(bucket)
+
+
+def _token(meta: Any) -> UpdateVersion:
+    """The condition "still this version"; a key without a value would be an error."""
+    return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}  # type: ignore[return-value]
+
+
+def _put_new(path: str, place: _Place, data: bytes) -> None:
+    import obstore
+
+    with _storage_errors("create the object", path):
+        store, key = place
+        try:
+            obstore.put(store, key, data, mode="create", use_multipart=False)
+        except Exception as error:
+            with contextlib.suppress(Exception):  # the error itself stands
+                found = obstore.get(store, key)
+                if found.meta["size"] == len(data) and bytes(found.bytes()) == data:
+                    return
+            raise error
+
+
+class _Upload:
+    """An object that is being written, from its start to its end: in one put, or in parts."""
+
+    alignment = 1
+    in_order = True
+
+    def __init__(self, path: str, place: _Place, settings: ObjectStoreSettings) -> None:
+        self._path, self._place, self._settings = path, place, settings
+        self._written, self._part = 0, bytearray()
+        self._writer: Any = None
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def write_at(self, offset: int, data: np.ndarray) -> None:
+        """Add bytes at the end. They are copied, since obstore keeps what it is given."""
+        view, width = memoryview(data).cast("B"), self._settings.part_bytes
+        with self._lock, _storage_errors(f"write {len(view)} bytes at {offset}", self._path):
+            if self._is_closed or offset != self._written:
+                raise StorageError(errno.EINVAL, f"cannot write at {offset} after {self._written} bytes", self._path)
+            while view:
+                if len(self._part) == width:
+                    self._send()
+                taken = view[: width - len(self._part)]
+                self._part += taken
+                self._written, view = self._written + len(taken), view[len(taken) :]
+
+    def _send(self) -> None:
+        import obstore
+
+        if self._writer is None:
+            width, most = self._settings.part_bytes, self._settings.concurrency
+            self._writer = obstore.open_writer(*self._place, buffer_size=width, max_concurrency=most)
+        part, self._part = self._part, bytearray()
+        self._writer.write(part)
+        report_progress()
+
+    def finish(self, size: int, *, sync: bool) -> None:
+        """Complete the object."""
+        with self._lock, _storage_errors("finish writing", self._path):
+            if size != self._written:
+                raise StorageError(errno.EIO, f"{self._written} bytes were written, expected {size}", self._path)
+            self._is_closed = True
+            if self._writer is None:
+                _put_new(self._path, self._place, bytes(self._part))
+            else:
+                self._send()
+                writer, self._writer = self._writer, None
+                writer.close()
+            self._part = bytearray()
+
+    def abandon(self) -> None:
+        """Forget what was not finished. obstore cannot abort an upload: a life-cycle rule of the bucket removes it."""
+        self._is_closed, self._writer = True, None
+
+
+class _ObjectSource:
+    """An object that is being read. Its name has never stood for other content, except for a record."""
+
+    alignment = 1
+    piece_bytes = 8 * REQUEST_BYTES
+
+    def __init__(
+        self,
+        path: str,
+        place: _Place,
+        size: int,
+        modified: datetime.datetime,
+        first: bytes,
+        settings: ObjectStoreSettings,
+    ) -> None:
+        self._path, self._place, self._settings = path, place, settings
+        self.size, self._first = size, first
+        self.modified_ns = int(modified.timestamp() * 10**9)
+
+    def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
+        """Fill an array by one request, or by several at the same time."""
+        import numpy as np
+
+        stop = min(offset + len(data), self.size)
+        if stop - offset < needed:
+            raise CorruptCheckpointError(f"{self._path}: ends at byte {self.size}, expected more")
+        if stop <= len(self._first):
+            data[: stop - offset] = np.frombuffer(self._first, np.uint8)[offset:stop]
+            return
+        spans = [(at, min(at + REQUEST_BYTES, stop)) for at in range(offset, stop, REQUEST_BYTES)]
+
+        def fetch(span: tuple[int, int]) -> None:
+            import obstore
+
+            start, end = span
+            with _storage_errors(f"read {end - start} bytes at {start}", self._path):
+                got = obstore.get_range(*self._place, start=start, end=end)
+                if len(got) != end - start:
+                    raise CorruptCheckpointError(f"{self._path}: {len(got)} bytes at {start}, expected {end - start}")
+                data[start - offset : end - offset] = np.frombuffer(got, np.uint8)
+                report_progress()
+
+        if len(spans) <= 1:
+            for span in spans:
+                fetch(span)
+        else:
+            shared_workers(self._settings.concurrency, "jaxckpt-get").run_all(fetch, spans)
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""
