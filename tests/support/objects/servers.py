@@ -1,13 +1,13 @@
 """Real object servers on loopback. Each is installed below build/servers on its first use.
 
-How they differ, seen through obstore and boto3:
+How they differ, seen through obstore and boto3 (`tests/nightly/objects` checks it):
 
 - moto refuses requests that are not signed, and takes some milliseconds for each. All conditions hold.
 - versitygw checks signatures. All conditions hold. Here and on moto, completing an upload twice succeeds.
 - gofakes3 checks no signature, and ignores If-Match of reads and the conditions of deletions and of completing an
   upload. An update of a missing object answers 412. Reads name a version, writes do not.
 - s3rver ignores the conditions of writes and If-Match of reads. A bulk deletion that empties a folder has its effect,
-  but answers 500. Incomplete uploads cannot be listed.
+  but answers 500. The range of only the first byte is an error. Incomplete uploads cannot be listed.
 - azurite gives each write a new ETag. It ignores `startFrom`: listing with an offset returns earlier keys, too.
 """
 
