@@ -191,6 +191,8 @@ def test_environment_is_enough(server: StandIn, store: Any, monkeypatch: pytest.
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     assert bytes(obstore.get(from_url(server.url("a")), "b").bytes()) == b"1"
+    with pytest.raises(GenericError, match="builder error"):
+        obstore.get(from_url(server.url("a"), client_options={"timeout": "30s"}), "b")
 
 
 @pytest.mark.parametrize("response_lost", [False, True])

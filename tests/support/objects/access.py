@@ -54,7 +54,10 @@ class Access:
         return {"endpoint": self.endpoint, "allow_http": "true", "region": "us-east-1", **keys, **signing}
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which obstore reaches the server without any options."""
+        """Return the variables by which obstore reaches the server without any options.
+
+        A store made with `client_options` ignores the variable that allows HTTP; time limits can be options instead.
+        """
         special = {
             ("s3", "endpoint"): "AWS_ENDPOINT_URL",
             ("azure", "account_name"): "AZURE_STORAGE_ACCOUNT_NAME",
