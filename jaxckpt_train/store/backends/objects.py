@@ -96,15 +96,13 @@ def _new_client(key: tuple[str, ObjectStoreSettings]) -> ObjectStore:
         raise SettingsError(f"{bucket}: {_NO_OBSTORE}") from error
     scheme, _, name = bucket.partition("://")
     kind: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[scheme]
-    client: dict[str, Any] = {
-        "timeout": f"{settings.request_timeout_s}s",
-        "connect_timeout": f"{settings.connect_timeout_s}s",
-    }
-    config = {str(option): value for option, value in settings.options.items()}
+    # Not in `client_options`, for whose sake obstore would ignore AWS_ALLOW_HTTP and its like.
+    config = {"timeout": f"{settings.request_timeout_s}s", "connect_timeout": f"{settings.connect_timeout_s}s"}
+    config |= settings.options
     if settings.endpoint is not None:
         config[_ENDPOINT_OPTION[scheme]] = settings.endpoint
     if (settings.endpoint or "").startswith("http://"):
-        client["allow_http"] = True
+        config["allow_http"] = "true"
     if settings.region is not None and scheme == "s3":
         config["region"] = settings.region
     if settings.anonymous:
@@ -114,7 +112,7 @@ def _new_client(key: tuple[str, ObjectStoreSettings]) -> ObjectStore:
         "retry_timeout": datetime.timedelta(seconds=settings.retry_timeout_s),
     }
     try:
-        return kind(name, config=config or None, client_options=client, retry_config=retries)  # type: ignore[no-any-return]
+        return kind(name, config=config, retry_config=retries)  # type: ignore[no-any-return]
     except Exception as error:  # noqa: BLE001  # obstore's errors have no common type that says "wrong setting"
         raise SettingsError(f"{bucket}: object_store: {_shown(error)}") from None
 
