@@ -18,6 +18,7 @@ import gc
 import logging
 import os
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +36,8 @@ from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES
 from tests.nightly.crash.facts import Facts, state_of
 from tests.nightly.crash.oracles import problems_in_run, problems_of_single
 from tests.nightly.crash.programs import process
-from tests.nightly.faults import block_recorder, fuse_disk, loop_disk
-from tests.nightly.faults.block_recorder import Change, attach, detach, recorded_disk
+from tests.nightly.faults import fuse_disk, loop_disk
+from tests.nightly.faults.block_recorder import LIST, Change, attach, detach, recorded_disk
 from tests.nightly.faults.campaign_end import leave_with, those_that_can
 from tests.nightly.faults.loop_disk import UNMOUNT_S
 
@@ -257,19 +258,15 @@ def campaign(
             subject, known = f"{kind}, seed {seed}, recording {number} ({program})", len(found.problems)
             before = _check_states(found, disk, recording, min(STATES_OF_ONE, count - found.states), chance, subject)
             if keep is not None and len(found.problems) > known:
-                _keep(keep / f"{kind}-{seed}-{number}", kind, recording)
+                _keep(keep / f"{kind}-{seed}-{number}", kind, recording, next(place.rglob(LIST)))
     return found
 
 
-def _keep(path: Path, kind: str, recording: Recording) -> None:
-    """Write a recording: the initial image, the changes as a list of the recorder, and the promises as text."""
+def _keep(path: Path, kind: str, recording: Recording, changes: Path) -> None:
+    """Write a recording: the initial image, the changes as the recorder listed them, and the promises as text."""
     path.mkdir(parents=True)
     _image(path / "start", kind, recording.start)
-    pack = block_recorder.RECORD.pack
-    with open(path / "list", "wb") as file:
-        for change in recording.changes:
-            flush = pack(block_recorder.FLUSH, 0)
-            file.write(flush if change.data is None else pack(change.offset, len(change.data)) + change.data)
+    shutil.copy(changes, path / LIST)
     (path / "facts").write_text(repr(recording.facts), encoding="utf-8")
 
 

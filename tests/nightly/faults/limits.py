@@ -40,7 +40,6 @@ from tests.support.forking import LONGEST_S, Tell, forked
 
 KIB, MIB = 1 << 10, 1 << 20
 ROOMY = 64 * MIB
-LONGEST_DELETION_S = 2.0
 Limited = contextlib.AbstractContextManager[None]
 
 
@@ -102,15 +101,8 @@ def run(directory: Path, limit: Callable[[], Limited], at: int, tell: Tell) -> N
             else:
                 tell("acknowledged", step)
         tell("restored", token_in(manager.restore()))
-        tell("left", left_in(directory))
-
-
-def left_in(directory: Path) -> list[str]:
-    """The temporary directories in a run that stay there. One that retention is deleting soon goes."""
-    end_s = time.monotonic() + LONGEST_DELETION_S
-    while (left := [name for name in os.listdir(directory) if ".tmp-" in name]) and time.monotonic() < end_s:
-        time.sleep(0.01)
-    return left
+        manager._run._deleter.wait(LONGEST_S)  # retention may be deleting step 1
+        tell("left", [name for name in os.listdir(directory) if ".tmp-" in name])
 
 
 def trial(found: Found, name: str, value: object, directory: Path, limit: Callable[[], Limited], at: int = 2) -> None:
