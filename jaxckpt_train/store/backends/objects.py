@@ -144,8 +144,11 @@ def _storage_errors(action: str, path: str) -> Iterator[None]:
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         reason = f"the credentials were refused: {_shown(error)}"
         raise StorageError(errno.EACCES, f"cannot {action}: {reason}", path) from None
-    except (exceptions.BaseError, ValueError, OSError) as error:
-        raise StorageError(errno.EIO, f"cannot {action}: {_shown(error)}", path) from None
+    except ValueError as error:
+        raise StorageError(errno.EINVAL, f"cannot {action}: {_shown(error)}", path) from None
+    except (exceptions.BaseError, OSError) as error:
+        # Not EIO, which a restore takes for a damaged disk, so that it would go back to an older step.
+        raise StorageError(errno.ETIMEDOUT, f"cannot {action}: {_shown(error)}", path) from None
 
 
 def _without_secrets(error: BaseException) -> BaseException:

@@ -1,0 +1,39 @@
+"""An endpoint that does not answer is not taken for damage."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.objects.faults import Action, Fail, Faults, Request
+from tests.support.objects.stand_in import StandIn
+
+
+class FailingReads(Faults):
+    """Refuse to read the objects of one step."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def decide(self, request: Request) -> Action | None:
+        return Fail(500) if request.kind == "get" and self.name in request.key else None
+
+
+def test_restore_does_not_go_back_because_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = jct.StoreSettings(object_store=jct.settings.ObjectStoreSettings(retries=0))
+    with StandIn("s3") as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        with jct.StepManager(server.url("run"), settings=settings) as manager:
+            for step in (1, 2):
+                manager.save(step, {"state": {"w": np.full(100, step)}})
+            manager.wait()
+            newest = manager.path(2).rpartition("/")[2]
+            server.faults = FailingReads(newest)
+            with pytest.raises(jct.StorageError, match=newest):
+                manager.restore()
+            server.faults = None
+            assert manager.restore()["state"]["w"][0] == 2
+            assert manager.steps == [1, 2]
+            assert not manager.damaged
