@@ -51,6 +51,7 @@ T = TypeVar("T")
 _log = logging.getLogger("jaxckpt_train")
 # The interval of progress events, and its share of the time since the start: a month takes about 4 MB.
 LEAST_S, MOST_S, SHARE = 9.0, 60.0, 0.02
+_MAY_WAIT = ("progress", "delete")  # events that share the next object of a history on an object store
 NOTE_S = 60.0  # the longest time that the loop waits for the disk
 _resumes = itertools.count()  # counts the loops in this process that had their state
 
@@ -122,7 +123,7 @@ class History:
         line = msgspec.json.encode(record)
         if self._objects is not None:
             self._feeds.put(line)
-            self._objects.add(line, may_wait=event == "progress")
+            self._objects.add(line, may_wait=event in _MAY_WAIT)
             return
         with self._guard:
             self._feeds.put(line)  # before the disk, which may refuse or not answer
