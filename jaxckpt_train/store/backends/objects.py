@@ -65,11 +65,14 @@ class _Place(NamedTuple):
 
 
 class _Clients:
-    """The clients of this process, by bucket and settings. A forked child must not use those of its parent."""
+    """The clients of this process, by bucket, settings, and the variables of the environment that obstore reads.
+
+    A forked child must not use those of its parent.
+    """
 
     def __init__(self) -> None:
         self._owner: int | None = None  # the process that has used obstore
-        self._made = PerProcess[tuple[str, ObjectStoreSettings], Any](_new_client)
+        self._made = PerProcess[tuple[str, ObjectStoreSettings, str], Any](_new_client)
 
     def get(self, bucket: str, settings: ObjectStoreSettings) -> ObjectStore:
         """The client of a bucket.
@@ -83,13 +86,19 @@ class _Clients:
                 'process by multiprocessing.get_context("spawn")',
                 bucket,
             )
-        found: ObjectStore = self._made.get((bucket, settings))
+        found: ObjectStore = self._made.get((bucket, settings, _environment()))
         self._owner = os.getpid()
         return found
 
 
-def _new_client(key: tuple[str, ObjectStoreSettings]) -> ObjectStore:
-    bucket, settings = key
+def _environment() -> str:
+    """A digest of the variables that obstore reads: a user may correct them after an error."""
+    found = sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "GOOGLE_", "AZURE_")))
+    return hashlib.sha256(repr(found).encode(errors="surrogateescape")).hexdigest()
+
+
+def _new_client(key: tuple[str, ObjectStoreSettings, str]) -> ObjectStore:
+    bucket, settings, _ = key
     try:
         from obstore.store import AzureStore, GCSStore, S3Store
     except ImportError as error:
@@ -101,7 +110,8 @@ def _new_client(key: tuple[str, ObjectStoreSettings]) -> ObjectStore:
     config |= settings.options
     if settings.endpoint is not None:
         config[_ENDPOINT_OPTION[scheme]] = settings.endpoint
-    if (settings.endpoint or "").startswith("http://"):
+    endpoints = [settings.endpoint or "", *(os.environ.get(name, "") for name in _ENDPOINT_VARIABLES[scheme])]
+    if any(each.startswith("http://") for each in endpoints):
         config["allow_http"] = "true"
     if settings.region is not None and scheme == "s3":
         config["region"] = settings.region
@@ -118,6 +128,11 @@ def _new_client(key: tuple[str, ObjectStoreSettings]) -> ObjectStore:
 
 
 _ENDPOINT_OPTION = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
+_ENDPOINT_VARIABLES = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
 _clients = _Clients()
 
 
