@@ -101,7 +101,7 @@ def _checked_url(subject: str, scheme: str, rest: str) -> str:
 
 def _bare(scheme: str, rest: str) -> str:
     """A URL for a message, without a user and a query, which may be secrets."""
-    return f"{scheme}://{rest.lstrip('/').partition('?')[0].rpartition('@')[2]}"
+    return f"{scheme}://{rest.removeprefix('/').partition('?')[0].rpartition('@')[2]}"
 
 
 def is_url(path: str) -> bool:

@@ -62,7 +62,7 @@ class ObjectStoreSettings:
     delete_grace_s: Annotated[float, duration] = 600.0
     check_conditions: bool = True
     anonymous: bool = False
-    options: Annotated[Mapping[str, str], texts_by_name] = dataclasses.field(default_factory=dict, repr=False)
+    options: Annotated[dict[str, str], texts_by_name] = dataclasses.field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         check_fields("ObjectStoreSettings", self)

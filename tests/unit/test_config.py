@@ -98,8 +98,8 @@ def test_relative_directory_without_hydra_starts_here(tmp_path: Path, monkeypatc
     assert resolve_directory("~/a") == Path.home() / "a"
     assert resolve_directory(Path("/a")) == Path("/a")
     assert not is_multirun()
-    with pytest.raises(jct.SettingsError, match="gs://bucket/run"):
-        resolve_directory("gs://bucket/run")
+    with pytest.raises(jct.SettingsError, match="https://bucket/run"):
+        resolve_directory("https://bucket/run")
     with pytest.raises(jct.SettingsError, match=r"^checkpoint.directory '~nobody-of-this-name/run': "):
         resolve_directory("~nobody-of-this-name/run")
     gone = tmp_path / "gone"

@@ -67,7 +67,19 @@ def test_wrong_arguments_of_load_are_refused(options: dict[str, Any], reason: st
         jct.load(checkpoint, **options)
 
 
-NO_PATHS = (None, 3, "", b"bytes", "a\0b", "\ud800", "gs://bucket/run", Path("s3://bucket/run"), "file:///run")
+NO_PATHS = (
+    None,
+    3,
+    "",
+    b"bytes",
+    "a\0b",
+    "\ud800",
+    "http://host/run",
+    Path("http://host/run"),
+    "gs://",
+    "s3:///a",
+    "file:///run",
+)
 
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)

@@ -194,7 +194,7 @@ def test_impossible_targets_are_refused(tmp_path: Path) -> None:
     assert "outside of the source" in refused("cp", step, step_path(tmp_path / "alias", 1) / "a" / "copy", code=2)
     assert "expected a directory without a checkpoint" in refused("cp", step, f"{step}/", code=2)
     assert "reserved for unfinished saves" in refused("cp", step, tmp_path / ".copy.aside", code=2)
-    assert "other stores" in refused("cp", step, "s3://bucket/copy", code=2)
+    assert "a URL such as" in refused("cp", step, "https://bucket/copy", code=2)
     assert (len(files_below(step)), jct.verify(step).ok) == (3, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alias", "run"]
 

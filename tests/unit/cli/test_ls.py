@@ -121,7 +121,7 @@ def test_path_without_a_run_exits_with_3(tmp_path: Path) -> None:
     assert "found none" in refused("ls", tmp_path / "file" / "below", code=3)
     assert "found no steps" in refused("ls", tmp_path / "empty", code=3)
     assert "found one checkpoint of this package" in refused("ls", tmp_path / "single", code=3)
-    assert "other stores are not supported" in refused("ls", "gs://bucket/run", code=2)
+    assert "a URL such as" in refused("ls", "https://bucket/run", code=2)
 
 
 def test_unreadable_directory_exits_with_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
