@@ -158,9 +158,15 @@ class SaveScheduler:
         self._asked = None
 
     def costs(self) -> SaveCosts:
-        """Return what saves have cost in this process or in earlier ones of the run."""
-        past = self._run.past
-        if past is not self._recalled:
+        """Return what saves have cost in this process or in earlier ones of the run. May read the history."""
+        return self._costs_after(self._run.past)
+
+    def known_costs(self) -> SaveCosts:
+        """As `costs`, as far as the history has been read."""
+        return self._costs_after(self._run.known_past)
+
+    def _costs_after(self, past: RunStatistics) -> SaveCosts:
+        if past is not self._recalled and past != RunStatistics():
             self._recalled = past
             self.clock.recall(past.cost_s, past.duration_s)
         return self.clock.costs()
@@ -477,7 +483,7 @@ class StepManager:
             if skip_reason is not None:
                 return SaveResult(False, skip_reason)
             wait_s = time.perf_counter() - started
-            cost_s, is_temporary = self._save_scheduler.costs().cost_s, temporary or decision.temporary
+            cost_s, is_temporary = self._save_scheduler.known_costs().cost_s, temporary or decision.temporary
             why = decision.reason
             request = SaveRequest(step, why, metrics, custom_metadata, is_temporary, decide_s, wait_s, cost_s)
             return self._begin(request, checkpointables, force, timeout_s)
@@ -615,13 +621,13 @@ class StepManager:
         def plan() -> ShutdownPlan:
             committed = self._run.infos()
             newest = committed[-1].step if committed else None
-            return plan_last_save(unsaved, newest, self._save_scheduler.costs().duration_s, left_s)
+            return plan_last_save(unsaved, newest, self._save_scheduler.known_costs().duration_s, left_s)
 
         return ShutdownPlan(*self._job_sync.on_primary("choosing how to leave", plan))
 
     def leave_early_s(self, limit_s: float) -> float:
         """Return how many seconds before a time limit the loop should be asked to stop."""
-        costs = self._save_scheduler.costs()
+        costs = self._save_scheduler.known_costs()
         return leave_early_s(costs.duration_s, costs.step_s, limit_s)
 
     wait_until_finished = wait

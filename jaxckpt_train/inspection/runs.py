@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import (
     CheckpointError,
     CheckpointTimeoutError,
@@ -27,6 +28,7 @@ from jaxckpt_train.run.catalog import scan_with_record
 from jaxckpt_train.run.entry import Entry, left_behind, newest_generations, parse_step_name
 from jaxckpt_train.run.history import HISTORY_NAME
 from jaxckpt_train.run.lock import LOCK_NAME
+from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import GONE, Backend, is_storage_failure
 from jaxckpt_train.store.backends.local_names import real_path
@@ -294,6 +296,8 @@ def _choose_by_number(path: str, statuses: Sequence[StepStatus], step: float) ->
 
 def links_to_steps(backend: Backend, directory: str) -> dict[str, str]:
     """Return the names of links in a run directory, by the name of the step that each of them leads to or into."""
+    if is_url(directory):
+        return {step: link for link, step in FoundRecord(backend, directory).record.links.items()}
     inside = f"{real_path(directory)}/"
     links = [entry.name for entry in backend.list(directory) if entry.kind == "other"]
     targets = [(link, real_path(f"{directory}/{link}")) for link in links]

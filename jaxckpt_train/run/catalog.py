@@ -158,20 +158,12 @@ def scan_with_record(backend: Backend, directory: str) -> tuple[list[Entry], Fou
 
 def _scan_objects(backend: Backend, directory: str) -> tuple[list[Entry], FoundRecord]:
     """As `scan_with_record`: the record says which steps exist, unless it is lost."""
-    record = FoundRecord(backend, directory)
-    if record.has_steps:
-        infos, uncertain = record.record.steps or {}, set[str]()
-    else:
+    record, uncertain = FoundRecord(backend, directory), set[str]()
+    if not record.has_steps:
         found = {name: _committed_info(backend, f"{directory}/{name}") for name in _step_names(backend, directory)}
-        infos = {name: each[0] for name, each in found.items() if each is not None}
         uncertain = {name for name, each in found.items() if each is not None and not each[1]}
-        record.rebuild(infos)
-    entries = list[Entry]()
-    for name, info in infos.items():
-        parsed = parse_step_name(name)
-        if parsed is not None:
-            entry = entry_from_manifest(name, *parsed, info)
-            entries.append(dataclasses.replace(entry, is_certain=name not in uncertain, is_durable=True))
+        record.rebuild({name: each[0] for name, each in found.items() if each is not None})
+    entries = [dataclasses.replace(each, is_certain=each.name not in uncertain) for each in record.record.entries()]
     return in_order([record.applied_to(entry) for entry in entries]), record
 
 

@@ -130,11 +130,15 @@ class _Beat:
     def __init__(self, log: RunLog) -> None:
         self._log = log
         self.deleter: Deleter | None = None
+        self._is_first = True
 
     def __call__(self) -> None:
         self._log.beat()
         if self.deleter is not None:
             self.deleter.remove_due()
+            if self._is_first:  # a resume does not wait for it
+                self.deleter.look_back()
+            self._is_first = False
 
 
 class RunDirectory:
@@ -163,7 +167,8 @@ class RunDirectory:
         self._is_remote = is_url(directory)
         self.backend, self.directory, self._policy, self._clock = backend, directory, policy, clock
         self.history, self.is_owner = History(backend, directory), False
-        self.log, self._best = RunLog(self.history, clock), LinkToBest(backend, directory, best_link)
+        self.log = RunLog(self.history, clock)
+        self._best = LinkToBest(backend, directory, None if self._is_remote else best_link)
         grace_s = delete_grace_s if self._is_remote else 0.0
         beat = _Beat(self.log)
         self._lock = OwnerLock(backend, directory, beat)
@@ -172,7 +177,8 @@ class RunDirectory:
         self.held = Ownership(self._lock, self._deleter, self._scrubber, self.log)
         # A manager dropped without close(), as in a notebook, must not keep its directory locked.
         weakref.finalize(self, release_later, self.held).atexit = False
-        self._guard, self._record = threading.RLock(), RecordKeeper(backend, directory, self._lock.check)
+        self._guard = threading.RLock()
+        self._record = RecordKeeper(backend, directory, self._lock.check, best_link)
         free_in_child(self)
         self._entries, self._left = list[Entry](), frozenset[str]()
         self._is_replica = False  # whether the primary of the job sends the entries, so that the disk is not scanned
@@ -195,7 +201,16 @@ class RunDirectory:
         """The statistics of earlier processes, as far as this process owns the run; read at the first use."""
         if self._past is None and self.is_owner:
             self._past = RunStatistics.of(self.history.recent())
+        return self.known_past
+
+    @property
+    def known_past(self) -> RunStatistics:
+        """As `past`, as far as it has been read."""
         return self._past or RunStatistics()
+
+    def read_past(self) -> None:
+        """Read the statistics of earlier processes, so that no use has to wait for them."""
+        self._past = self.past if self.is_owner else None
 
     def own(self) -> None:
         """Become the owner: take the lock, clean up after dead owners, and read the run; or check the ownership.
@@ -248,8 +263,6 @@ class RunDirectory:
         self.log.started(None if self._origin.entry is None else self._origin.entry.step)
         self._best.update(self._newest)
         self._scrubber.start()
-        if self._is_remote:
-            self._deleter.sweep()
 
     def _take_record(self) -> None:
         for _ in range(_TRIES):

@@ -51,7 +51,7 @@ T = TypeVar("T")
 _log = logging.getLogger("jaxckpt_train")
 # The interval of progress events, and its share of the time since the start: a month takes about 4 MB.
 LEAST_S, MOST_S, SHARE = 9.0, 60.0, 0.02
-_MAY_WAIT = ("progress", "delete")  # events that share the next object of a history on an object store
+_MAY_WAIT = ("start", "restore", "progress", "delete")  # on an object store: until another event, or for a minute
 NOTE_S = 60.0  # the longest time that the loop waits for the disk
 _resumes = itertools.count()  # counts the loops in this process that had their state
 
@@ -128,6 +128,11 @@ class History:
         with self._guard:
             self._feeds.put(line)  # before the disk, which may refuse or not answer
             self._append(line + b"\n")
+
+    def write_late(self) -> None:
+        """Write the events that have waited for a minute."""
+        if self._objects is not None:
+            self._objects.write_late()
 
     def end(self) -> None:
         """Write what has not been written, after the last event of this process."""
@@ -264,6 +269,7 @@ class RunLog:
 
     def beat(self) -> None:
         """Record the progress of the loop, if the last event is old enough. Called every few seconds."""
+        self._history.write_late()
         now, (at, step) = self._monotonic(), self._noted
         began_at, completed = self._began_at, self.completed  # read once: other threads change them
         if began_at is None or completed in (None, step):

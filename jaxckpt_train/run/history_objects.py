@@ -21,7 +21,7 @@ from jaxckpt_train.store.threads import free_in_child, shared_workers
 from jaxckpt_train.store.timeouts import report_progress
 
 FOLDER = "history"
-FLUSH_S = 60.0  # how long the progress of the loop may wait for its object
+FLUSH_S = 60.0  # how long a line may wait for its object
 GROUP = 64  # objects that are merged into one
 READS_AT_ONCE = 8
 MOST_WAITING = 10_000  # lines, while the storage refuses
@@ -44,14 +44,20 @@ class ObjectHistory:
         self._group = list[tuple[str, bytes]]()  # the names of the objects that are not merged yet, and their content
 
     def add(self, line: bytes, *, may_wait: bool) -> None:
-        """Write a line with all that wait; with `may_wait`, only once a minute, and never behind another thread."""
+        """Write a line with all that wait; with `may_wait`, with the next one, or in `write_late`."""
         with self._guard:
             if not self._waiting:
                 self._waits_since = time.monotonic()
             self._waiting = [*self._waiting[-MOST_WAITING:], line]
-            if may_wait and time.monotonic() - self._waits_since < FLUSH_S:
-                return
-        if self._writing.acquire(blocking=not may_wait):
+        if not may_wait:
+            with self._writing:
+                self._write()
+
+    def write_late(self) -> None:
+        """Write the lines that wait if the first has waited for a minute, unless another thread is writing."""
+        with self._guard:
+            is_late = self._waiting and time.monotonic() - self._waits_since >= FLUSH_S
+        if is_late and self._writing.acquire(blocking=False):
             try:
                 self._write()
             finally:
@@ -96,6 +102,8 @@ class ObjectHistory:
 
     def lines(self) -> Iterator[bytes]:
         """All lines, oldest first. Raises StorageError."""
+        with self._writing:
+            self._write()
         names = self._names()
         for at in range(0, len(names), GROUP):
             for content in self._read(names[at : at + GROUP]):

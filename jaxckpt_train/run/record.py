@@ -22,15 +22,26 @@ import xxhash
 
 from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, FormatVersionError, StorageError
-from jaxckpt_train.run.entry import RECORDED_FIELDS, Entry, RollBack, count_of, parse_step_name
+from jaxckpt_train.run.entry import (
+    RECORDED_FIELDS,
+    Entry,
+    RollBack,
+    branch_last,
+    count_of,
+    entry_from_manifest,
+    left_behind,
+    newest_generations,
+    parse_step_name,
+)
 from jaxckpt_train.run.history import metrics_to_json
+from jaxckpt_train.run.retention import BestLink
 from jaxckpt_train.store.backends.base import GONE, Backend, StoredRecord, sync_directory
+from jaxckpt_train.store.committed import RECORD_NAME
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import NOT_JSON, metrics_from_json
 from jaxckpt_train.store.threads import free_in_child
 
 _log = logging.getLogger("jaxckpt_train")
-RECORD_NAME = "record"
 NOTES_NAME = "notes.jsonl"  # where earlier versions kept what the record has
 _FORMAT = 1
 _TRIES = 5
@@ -75,7 +86,14 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     saves: dict[str, SaveFacts] = {}  # by directory name
     # On object stores: the committed steps, with what `entry_from_manifest` reads. None: the directory lists them.
     steps: dict[str, dict[str, Any]] | None = None
+    links: dict[str, str] = {}  # on object stores: the links to steps, with the names of these
     roll_back: RollBack = RollBack()
+
+    def entries(self) -> list[Entry]:
+        """The committed steps on an object store, as their manifests describe them."""
+        parsed = {name: parse_step_name(name) for name in self.steps or {}}
+        found = [entry_from_manifest(name, *each, (self.steps or {})[name]) for name, each in parsed.items() if each]
+        return [dataclasses.replace(entry, is_durable=True) for entry in found]
 
     def annotated(self, entry: Entry, change: Annotation) -> RunRecord:
         """The record after a change of what it says of a step."""
@@ -98,11 +116,20 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The record without the facts of deleted saves."""
         saves = {name: facts for name, facts in self.saves.items() if name not in names}
         steps = None if self.steps is None else {name: info for name, info in self.steps.items() if name not in names}
-        return msgspec.structs.replace(self, saves=saves, steps=steps, kept=self.kept - names)
+        links = {link: name for link, name in self.links.items() if name not in names}
+        return msgspec.structs.replace(self, saves=saves, steps=steps, links=links, kept=self.kept - names)
 
     def with_step(self, name: str, info: Mapping[str, Any]) -> RunRecord:
         """The record with a committed step more."""
         return msgspec.structs.replace(self, steps={**(self.steps or {}), name: recorded_info(info)})
+
+    def with_link(self, link: BestLink) -> RunRecord:
+        """The record with a link to the best of its steps, or without it if no step has the metric."""
+        entries = [self.applied_to(entry) for entry in self.entries()]
+        line = branch_last([each for each in entries if each.damaged is None], left_behind(entries, self.roll_back))
+        target = link.target(newest_generations(line))
+        others = {name: step for name, step in self.links.items() if name != link.name}
+        return msgspec.structs.replace(self, links=others if target is None else {**others, link.name: target})
 
     def applied_to(self, entry: Entry, is_complete: bool = True) -> Entry:
         """The entry with what the record says of it. If the record is not complete, the step may be pinned."""
@@ -280,11 +307,15 @@ def _names(values: Sequence[object]) -> frozenset[str]:
 class RecordKeeper:
     """Changes the record of a run, for its owner and from any thread.
 
-    A process that lost the run to another owner cannot change it: the version that it has seen is replaced by then.
+    A process that lost the run to another owner cannot change it: the version that it has seen is replaced by then. On
+    an object store each change also moves `link`, so that no reader sees it without its step.
     """
 
-    def __init__(self, backend: Backend, directory: str, check_owner: Callable[[], None]) -> None:
+    def __init__(
+        self, backend: Backend, directory: str, check_owner: Callable[[], None], link: BestLink | None = None
+    ) -> None:
         self._backend, self._directory, self._check_owner = backend, directory, check_owner
+        self._link = link if is_url(directory) else None
         self._path, self._writer = f"{directory}/{RECORD_NAME}", uuid.uuid4().hex
         self._version: int | None = None
         self._is_remote = is_url(directory)
@@ -310,6 +341,7 @@ class RecordKeeper:
         record = msgspec.structs.replace(
             record, steps=record.steps or {}, number=record.number + 1, writer=self._writer
         )
+        record = record if self._link is None else record.with_link(self._link)
         version = self._backend.swap_record(self._path, encode_record(record), found.version)
         if version is None:
             return False
@@ -392,6 +424,7 @@ class RecordKeeper:
         """
         number, deleted = self.record.number + 1, frozenset(self._deleted)
         record = msgspec.structs.replace(record.without_saves(deleted), number=number, writer=self._writer)
+        record = record if self._link is None else record.with_link(self._link)
         for _ in range(_TRIES):
             if not self._is_remote:
                 self._check_owner()

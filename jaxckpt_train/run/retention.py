@@ -108,6 +108,9 @@ class Run(Protocol):
     def known_names(self) -> set[str]:
         """The names that no clean-up may remove."""
 
+    def read_past(self) -> None:
+        """Read the history of earlier processes."""
+
     def not_deleted(self, names: Sequence[str]) -> None:
         """These steps could not be deleted now."""
 
@@ -161,12 +164,16 @@ class Deleter:
             self._jobs.put(self._remove_hidden)
             self._ensure_worker()
 
-    def sweep(self) -> None:
-        """On an object store: find what former owners have left, in the background, and remove it later."""
-        self._jobs.put(self._find_left)
-        self._ensure_worker()
+    def look_back(self) -> None:
+        """On an object store: read the history, and find what former owners have left, in the background."""
+        if self._is_remote:
+            self._jobs.put(self._find_left)
+            self._ensure_worker()
 
     def _find_left(self) -> None:
+        if (owned := self._run()) is not None:
+            owned.read_past()
+        del owned  # the run may be dropped while the storage works
         try:
             listed = [entry.name for entry in self._backend.list(self._directory) if entry.kind == "directory"]
         except StorageError as error:
@@ -448,7 +455,7 @@ class Deleter:
 
 @dataclasses.dataclass(frozen=True)
 class BestLink:
-    """The link to the best step of a run.
+    """The link to the best step of a run. On an object store, the record of the run has it: `load` follows it.
 
     Args:
         metric: the metric that ranks the steps.
@@ -472,6 +479,11 @@ class BestLink:
         if not is_plain or parse_step_name(name) is not None:
             raise SettingsError(f'BestLink.name: expected a plain name such as "best", found {name!r}')
 
+    def target(self, newest: Sequence[Entry]) -> str | None:
+        """The name of the best of these entries; None: no step has the metric."""
+        ranked = rank_checkpoints([entry.info() for entry in newest], self.metric, self.mode or "min")
+        return next((entry.name for entry in newest if ranked and entry.step == ranked[0].step), None)
+
 
 class LinkToBest:
     """Updates the link to the best step, for the owner. Warns once if the storage refuses or has no links."""
@@ -488,9 +500,7 @@ class LinkToBest:
         if self._link is None:
             return
         number = next(self._begun)
-        entries = newest()
-        ranked = rank_checkpoints([entry.info() for entry in entries], self._link.metric, self._link.mode or "min")
-        target = next((entry.name for entry in entries if ranked and entry.step == ranked[0].step), None)
+        target = self._link.target(newest())
         with self._guard:
             if number < self._newest:  # another thread has newer information
                 return

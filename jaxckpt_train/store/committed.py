@@ -47,6 +47,8 @@ _STEP = re.compile(r"step-[0-9]{10,16}(\.(g[0-9]+|[0-9a-f]{16}))?")
 _DATA_FOLDER = re.compile("data-[0-9a-f]{16}")
 T = TypeVar("T")
 MAX_LOOKUPS = 10
+RECORD_NAME = "record"
+"""The record of a run, in its directory."""
 _NUMBERS = itertools.count()  # of all attempts of this process
 UNREADABLE = (NotACheckpointError, CorruptCheckpointError, FormatVersionError, StorageError)
 """The errors of a checkpoint that cannot be opened, except for storage that does not respond."""
@@ -64,6 +66,16 @@ class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 class _Pointer(msgspec.Struct):
     folder: str = ""
+
+
+class _Links(msgspec.Struct):
+    links: dict[str, str] = {}
+
+
+class _RunRecord(msgspec.Struct):
+    """The part of a run record that says where links lead."""
+
+    record: _Links
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,16 +212,32 @@ def _check_commit_version(backend: Backend, directory: str, commit: bytes | byte
 def _locate(backend: Backend, directory: str) -> tuple[str, bytes | None]:
     """Where the checkpoint of a directory is, and its COMMIT if that has been read.
 
-    A COMMIT may name a folder. If a crash interrupted an exchange between its two renames, it is the side name.
+    A COMMIT may name a folder. On an object store, the record of a run may have a link of this name. On a disk, it is
+    the side name if a crash interrupted an exchange between its two renames.
     """
     with contextlib.suppress(CorruptCheckpointError):  # raised again by the reader of COMMIT
         commit = read_pointer(backend, directory)
         if commit is not None:
             return _folder_of(directory, commit), commit
+    if is_url(directory):
+        return _linked_step(backend, directory) or directory, None
     aside = side_name(directory)
-    if not is_url(directory) and not is_committed(backend, directory) and is_committed(backend, aside):
+    if not is_committed(backend, directory) and is_committed(backend, aside):
         return aside, None
     return directory, None
+
+
+def _linked_step(backend: Backend, path: str) -> str | None:
+    """The step that a link in a run on an object store leads to; None: there is no such link."""
+    run, name = os.path.split(path)
+    if not name.isidentifier() or not is_url(run):
+        return None
+    stored = backend.read_record(f"{run}/{RECORD_NAME}")
+    with contextlib.suppress(*NOT_JSON):
+        target = None if stored is None else msgspec.json.decode(stored.data, type=_RunRecord).record.links.get(name)
+        if target is not None and _STEP.fullmatch(target):
+            return f"{run}/{target}"
+    return None
 
 
 def _folder_of(directory: str, commit: bytes) -> str:

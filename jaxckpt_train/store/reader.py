@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener, Source
@@ -478,8 +479,11 @@ class Sources:
     def _check_unchanged(self) -> None:
         """Make sure that the segment does not belong to a checkpoint that has replaced this one meanwhile.
 
-        If this checkpoint is gone by now, the digests will reveal a replacement.
+        If this checkpoint is gone by now, the digests will reveal a replacement. On an object store, where another
+        checkpoint has another prefix, they suffice.
         """
+        if is_url(self.directory) and self._is_verified:
+            return
         check_unchanged(self._files, self._committed, may_be_gone=self._is_verified)
 
     def _open_segment(self, number: int) -> Source:
