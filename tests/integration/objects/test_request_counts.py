@@ -1,0 +1,102 @@
+"""How many requests a run on an object store makes: to save a step, and to resume from the newest of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.run.record import RunRecord, decode_record, encode_record
+from tests.support.objects.stand_in import StandIn
+
+STEPS = 1000
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """A server that the variables of the environment name."""
+    with StandIn() as started:
+        for name, value in started.environment().items():
+            monkeypatch.setenv(name, value)
+        yield started
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": np.arange(1000.0) + step}
+
+
+def run_of_many_steps(server: StandIn) -> str:
+    """Save two steps, and record 998 more before them, whose objects nobody needs."""
+    directory = server.url("run")
+    with jct.StepManager(directory) as manager:
+        for step in (STEPS - 1, STEPS):
+            manager.save(step, {"state": state(step)})
+            manager.wait()
+    stored = server.objects.get("bucket/run/record.json")
+    assert stored is not None
+    header, _, content = stored.data.partition(b"\n")
+    record = decode_record(content, "record")
+    steps = dict(record.steps or {})
+    info = min(steps.values(), key=lambda each: each["sequence"])
+    for step in range(1, STEPS - 1):
+        steps[f"step-{step:010d}.{step:016x}"] = {**info, "sequence": step - STEPS}
+    server.objects.put("bucket/run/record.json", header + b"\n" + encode_record(with_steps(record, steps)))
+    return directory
+
+
+def with_steps(record: RunRecord, steps: dict[str, dict[str, Any]]) -> RunRecord:
+    return msgspec.structs.replace(record, steps=steps)
+
+
+def kinds_since(server: StandIn, start: int) -> list[str]:
+    return [request.kind for request in server.requests[start:]]
+
+
+def test_save_of_1000_small_arrays_takes_six_requests(server: StandIn) -> None:
+    arrays = {f"w{number}": np.full(500, number, np.float32) for number in range(1000)}
+    with jct.StepManager(server.url("run")) as manager:
+        manager.save(1, {"state": arrays})
+        manager.wait()
+        start = len(server.requests)
+        manager.save(2, {"state": arrays}, metrics={"loss": 0.5})
+        manager.wait()
+        kinds = kinds_since(server, start)
+    assert sorted(kinds) == ["get", "put_create", "put_create", "put_create", "put_create", "put_update"]
+
+
+def test_restore_from_newest_of_1000_steps_takes_five_requests(server: StandIn) -> None:
+    directory = run_of_many_steps(server)
+    start = len(server.requests)
+    with jct.StepManager(directory) as manager:
+        restored = manager.restore({"state": state(0)})
+        assert sorted(kinds_since(server, start)) == ["get", "get", "get", "get", "head"]
+        assert len(manager.steps) == STEPS
+    assert manager.restored_step == STEPS
+    assert restored["state"]["w"].tobytes() == state(STEPS)["w"].tobytes()
+
+
+def test_resume_of_loop_adds_four_requests_to_own_the_run(server: StandIn) -> None:
+    directory = run_of_many_steps(server)
+    start = len(server.requests)
+    with jct.CheckpointCallback(directory, save_interval_steps=10, progress=False) as ckpt:
+        resumed = ckpt.resume(state(0))
+        kinds = kinds_since(server, start)
+        assert ckpt.completed_steps == STEPS
+    owning = ["get", "get", "put_update", "put_update"]  # is it a run?, the lock, the new lock, the new record
+    reading = ["get", "get", "get", "get", "head"]  # the record, COMMIT, the manifest, the arrays
+    assert sorted(kinds) == sorted([*owning, *reading, "put_create"])  # the last is in the history
+    assert resumed["w"].tobytes() == state(STEPS)["w"].tobytes()
+
+
+def test_first_save_after_resume_does_not_read_the_history(server: StandIn) -> None:
+    directory = run_of_many_steps(server)
+    with jct.CheckpointCallback(directory, save_interval_steps=1, progress=False) as ckpt:
+        ckpt.resume(state(0))
+        start = len(server.requests)
+        ckpt(state(STEPS + 1), step=STEPS + 1)
+        ckpt.wait()
+        assert "list" not in kinds_since(server, start)
