@@ -43,7 +43,9 @@ _LINEAGE = ("created", "run", "sequence", "left_behind")
 
 def refuse_checkpoint(backend: Backend, directory: str) -> None:
     """Raise SettingsError if the directory is a single checkpoint: retention of a run would delete it."""
-    if is_committed(backend, directory) and any(entry.name == MANIFEST_NAME for entry in backend.list(directory)):
+    if is_committed(backend, directory) and (
+        is_url(directory) or any(entry.name == MANIFEST_NAME for entry in backend.list(directory))
+    ):
         raise SettingsError(
             f"{directory}: expected a run directory, found a single checkpoint: pass the directory of the run that "
             "this step belongs to. To start a new run from its state, pass an empty directory, and this one as "
@@ -168,12 +170,16 @@ def _scan_objects(backend: Backend, directory: str) -> tuple[list[Entry], FoundR
 
 
 @time_limited
-def refuse_uncommitted(backend: Backend, directory: str, damaged: bool, allows_flax: bool = False) -> None:
+def refuse_uncommitted(
+    backend: Backend, directory: str, damaged: bool, allows_flax: bool = False, *, is_sure: bool = False
+) -> None:
     """Raise CorruptCheckpointError if there are step directories, none of which can be restored.
+
+    `is_sure`: the record says which steps exist, so that others are what a crash has left of saves.
 
     Raises SettingsError if the directory has steps of another tool.
     """
-    names = sorted(_step_names(backend, directory))
+    names = [] if is_sure and not damaged else sorted(_step_names(backend, directory))
     refuse_foreign(backend, directory, flax=not (names or allows_flax))
     if names:
         why = "damaged or not committed" if damaged else "not committed (copied in part, or links?)"

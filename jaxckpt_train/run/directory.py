@@ -189,7 +189,9 @@ class RunDirectory:
         self._run_id = uuid.uuid4().hex
         self._highest = -1  # the sequence number of the last save, which may have failed or been deleted since
         self._undone = set[str]()  # names of failed saves that still look committed on the disk
-        self._attempts = set[str]()  # the names of all attempts of this process, on an object store
+        # On an object store: the names of all attempts of this process, of failed saves that may be in the record, and
+        # of steps in the record that have no objects.
+        self._attempts, self._in_doubt, self._vanished = set[str](), set[str](), set[str]()
         self._origin = ResumePoint()
         # Findings that are not recorded yet: the save, and its damage; None: it is intact again.
         self._findings: dict[tuple[str, datetime.datetime], tuple[Entry, str | None]] = {}
@@ -273,6 +275,7 @@ class RunDirectory:
 
     def _look(self) -> None:
         self._entries, self._found = scan_with_record(self.backend, self.directory)
+        self._entries = [entry for entry in self._entries if entry.name not in self._vanished]
         roll_back = self._found.record.roll_back
         self._left = left_behind(self._entries, roll_back)
         self._highest = max(self._highest, last_sequence(self._entries, roll_back))
@@ -281,7 +284,8 @@ class RunDirectory:
     def check_fresh(self, *, allows_flax: bool = False) -> None:
         """Raise CorruptCheckpointError if there are step directories but none of them is committed and intact."""
         if not self.entries():
-            refuse_uncommitted(self.backend, self.directory, bool(self.damaged()), allows_flax)
+            is_sure = self._found.version is not None and self._found.has_steps
+            refuse_uncommitted(self.backend, self.directory, bool(self.damaged()), allows_flax, is_sure=is_sure)
             self._origin.nothing()
 
     def entries(self) -> list[Entry]:
@@ -428,7 +432,7 @@ class RunDirectory:
     def known_names(self) -> set[str]:
         """The names that no clean-up may remove: those of the record, and of all attempts of this process."""
         with self._guard:
-            return {entry.name for entry in self._entries} | self._attempts
+            return {entry.name for entry in self._entries} | self._attempts | {*(self._record.record.steps or ())}
 
     def committed(self, committed: Committed, info: Mapping[str, Any], *, is_durable: bool) -> None:
         """Record a commit; `is_durable`: the step is on the disk."""
@@ -443,6 +447,10 @@ class RunDirectory:
             self._undone.discard(name)
             self._left = frozenset(entry.left_behind) - {name}
             self._infos = None
+            # The record has been replaced since: what it does not have now, it never will.
+            failed, self._in_doubt = self._in_doubt.difference(self._record.record.steps or ()), set()
+        if failed:
+            self._deleter.delete([], hidden=sorted(failed))
 
     def failed(self, place: Mapping[str, Any], stays: str | None, attempt: str | None) -> None:
         """Record a failed save with these lineage fields.
@@ -452,6 +460,7 @@ class RunDirectory:
         with self._guard:
             self._highest = max(self._highest, place["sequence"])
             self._undone.update([] if stays is None else [stays])
+            self._in_doubt.update([stays] if stays is not None and self._is_remote else [])
         self._deleter.delete([], hidden=[] if attempt is None else [attempt.rpartition("/")[2]])
 
     def record_roll_back(self) -> None:
@@ -530,6 +539,7 @@ class RunDirectory:
             self._entries = [entry for entry in self._entries if entry.name != name]
             self._going.discard(name)
             self._record.forget(name)
+            self._vanished.update([name] if self._is_remote else [])  # such a name is never used again
             self._infos = None  # `_left` stays: what was left behind is still left behind
 
     def deleted(self, name: str) -> None:
@@ -580,6 +590,10 @@ class RunDirectory:
         warn_about_uncommitted(self.backend, self.directory, self._warned_about)
         entry = restored.entry
         with self._guard:
+            missing = (self._vanished & {*(self._found.record.steps or ())}) - self._warned_about
+            self._warned_about |= missing
+            for name in sorted(missing):
+                _log.warning("%s/%s: ignored: the record of the run has it, but it has no COMMIT", self.directory, name)
             self._findings.pop(entry.identity, None)  # an earlier finding may date from an incomplete copy of the step
             if restored.is_mended:
                 self._findings[entry.identity] = (entry, None)

@@ -385,7 +385,11 @@ class RecordKeeper:
         """Remove steps from the record of a run on an object store, before their objects are removed."""
         with self._guard:
             self._deleted.update(names)
-            self._write(self.record)
+            try:
+                self._write(self.record)
+            except BaseException:
+                self._deleted.difference_update(names)  # they are listed again, and the next write has them
+                raise
 
     def _set_notes_aside(self) -> None:
         """Rename the notes of an earlier version, which are not read any more, and may have more than was readable."""

@@ -33,7 +33,14 @@ from jaxckpt_train.policies.context import (
     steps_to_delete,
 )
 from jaxckpt_train.run.entry import Entry, newest_generations, parse_step_name
-from jaxckpt_train.store.backends.base import Backend, Linking, make_durable, objects_of, sync_directory
+from jaxckpt_train.store.backends.base import (
+    TEMPORARY_PREFIXES,
+    Backend,
+    Linking,
+    make_durable,
+    objects_of,
+    sync_directory,
+)
 from jaxckpt_train.store.committed import attempt_paths
 from jaxckpt_train.store.manifest import COMMIT_NAME
 from jaxckpt_train.store.threads import Latch
@@ -175,7 +182,7 @@ class Deleter:
             owned.read_past()
         del owned  # the run may be dropped while the storage works
         try:
-            listed = [entry.name for entry in self._backend.list(self._directory) if entry.kind == "directory"]
+            listed = {entry.name for entry in self._backend.list(self._directory)}
         except StorageError as error:
             level = logging.DEBUG if error.errno == errno.ENOENT else logging.WARNING
             _log.log(level, "%s: what former owners have left is not removed: %s", self._directory, error)
@@ -183,9 +190,9 @@ class Deleter:
         run = self._run()
         # The order matters: what was listed before this check cannot be from a later owner.
         if run is not None and self._is_allowed():
-            names = [name for name in listed if parse_step_name(name) is not None]
-            due_s = time.monotonic() + self._grace_s
-            self._hidden.update(dict.fromkeys(set(names) - run.known_names(), due_s))
+            left = {name for name in listed - run.known_names() if parse_step_name(name) is not None}
+            left |= {name for name in listed if name.startswith(TEMPORARY_PREFIXES)}
+            self._hidden.update(dict.fromkeys(left, time.monotonic() + self._grace_s))
 
     def delete_expired(self) -> None:
         """Delete the expired steps in the background, once the steps that replace them are on the disk."""
@@ -334,7 +341,7 @@ class Deleter:
         return run is not None and run.synced(name, is_durable=is_durable)
 
     def _delete(self, names: Sequence[str], hidden: Sequence[str] = ()) -> None:
-        self._hidden.update(dict.fromkeys(hidden, 0.0))
+        self._hidden.update(dict.fromkeys(hidden, time.monotonic() + self._grace_s if self._is_remote else 0.0))
         if self._is_remote:
             self._delete_objects(names)
             return
@@ -350,8 +357,10 @@ class Deleter:
         self._remove_hidden()
 
     def _delete_objects(self, names: Sequence[str]) -> None:
-        run = self._run()
-        if names and run is not None:
+        if names:
+            run = self._run()
+            if run is None:  # dropped, and nobody else may change the record: the next owner decides
+                return
             try:
                 run.drop_steps(names)  # only the owner can
             except CheckpointError as error:

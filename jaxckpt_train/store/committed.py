@@ -285,9 +285,12 @@ def _list_or_empty(backend: Backend, folder: str) -> Sequence[Entry]:
 
 @time_limited
 def check_unchanged(files: Opener, committed: Committed, *, may_be_gone: bool) -> None:
-    """Raise CorruptCheckpointError if another checkpoint has replaced this one, NotACheckpointError if it is gone."""
+    """Raise CorruptCheckpointError if another checkpoint has replaced this one, NotACheckpointError if it is gone.
+
+    On an object store its names have never been those of another one, and stay for a while after its COMMIT.
+    """
     found = _committed_sha256(files, committed.directory)
-    if found is None and not may_be_gone:
+    if found is None and not may_be_gone and not is_url(committed.directory):
         raise removed_error(committed.directory)
     if found not in (None, committed.manifest_sha256):
         raise CorruptCheckpointError(f"{committed.directory}: the checkpoint was replaced while it was being read")

@@ -367,12 +367,18 @@ class StepAttempt(Transaction):
     def _begin(self, backend: Backend, settings: StoreSettings) -> str:
         return self.final
 
+    def publish(self, *, replace: bool = False, if_taken: str | None = None) -> None:
+        """Commit the complete attempt."""
+        # Set first: a put that seems to fail may have its effect, even later, if its response or itself was delayed.
+        self.may_be_published = True
+        super().publish(replace=replace, if_taken=if_taken)
+
     def _publish(self, replace: bool) -> None:
         """Do nothing more."""
 
     def abort(self) -> None:
-        """Remove the attempt, unless the record may have it: then the next owner of the run removes it."""
-        if not self._is_publishing:
+        """Remove the attempt, unless it may be committed: then the run removes it once the record is known."""
+        if not self.may_be_published:
             self._remove()
 
     def _remove(self) -> None:
@@ -382,7 +388,10 @@ class StepAttempt(Transaction):
 
 
 class ObjectAttempt(StepAttempt):
-    """An attempt at a single checkpoint on an object store: its own prefix below the URL, to which COMMIT refers."""
+    """An attempt at a single checkpoint on an object store: its own prefix below the URL, to which COMMIT refers.
+
+    If it is not known whether COMMIT refers to it, it stays until the next save there.
+    """
 
     _before: bytes | None = None  # the COMMIT at the URL when this attempt began
     _others: Sequence[str] = ()  # the prefixes at that time
@@ -416,15 +425,6 @@ class ObjectAttempt(StepAttempt):
                 self._backend.remove(f"{self.final}/{name}")
             except StorageError as error:
                 _log.warning("%s is saved, but %s of an earlier save was not removed: %s", self.final, name, error)
-
-    def abort(self) -> None:
-        """Remove the attempt, unless it may be the checkpoint now."""
-        if self.may_be_published:
-            found = read_pointer(self._backend, self.final)
-            if found is not None and os.path.basename(self.directory).encode() in found:
-                return
-            self.may_be_published = False
-        self._remove()
 
 
 def begin(
