@@ -272,10 +272,26 @@ def optional(check: Check) -> Check:
 
 
 def texts_by_name(subject: str, value: Any) -> dict[str, str]:
-    """Check for a mapping of names to texts, whose values may be secrets: no message shows them."""
-    if not isinstance(value, Mapping) or not all(isinstance(each, str) for pair in value.items() for each in pair):
-        refuse(subject, "a mapping of names to texts", type(value).__name__)
-    return dict(value)
+    """Check for a mapping of names to texts, also from YAML, whose values may be secrets: no message shows them."""
+    if not isinstance(value, Mapping):
+        raise SettingsError(f"{subject}: expected a mapping of names to texts, found {type(value).__name__}")
+    for name, each in value.items():
+        if not isinstance(name, str) or not isinstance(each, (str, bool, int, float)):
+            raise SettingsError(f"{subject}.{name}: expected text, found {type(each).__name__}")
+    return {name: str(each) for name, each in value.items()}
+
+
+def endpoint(subject: str, value: Any) -> str:
+    """Check for the URL of a service without secrets in it; no message shows a URL with them."""
+    found = text(subject, value)
+    if "@" in found or "?" in found:
+        raise SettingsError(
+            f"{subject}: expected a URL without a user, a password or a query, found one with them: pass credentials "
+            "by the environment, where the cloud's own tools find them"
+        )
+    if not found.startswith(("http://", "https://")):
+        refuse(subject, "a URL with http:// or https://", found)
+    return found
 
 
 def list_of(what: str) -> Callable[[str, Any], tuple[Any, ...]]:

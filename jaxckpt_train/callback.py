@@ -171,9 +171,12 @@ class CheckpointCallback:
         manager.check_fresh(allow_flax=self._options.init_from is not None)
         if self._options.init_from is not None:
             given, options = path_and_options(self._options.init_from)
-            path, keeps_some = resolve_directory(given), {"only", "missing"} & options.keys()
+            path, settings = resolve_directory(given), self._options.store
+            keeps_some = {"only", "missing"} & options.keys()
             like = (make_values if keeps_some else trace_values)({"state": values["state"]})["state"]
-            values["state"] = manager.on_all("loading", lambda: load(path, like, donatable=True, **options))
+            values["state"] = manager.on_all(
+                "loading", lambda: load(path, like, donatable=True, settings=settings, **options)
+            )
             _log.info("initialised the state from %s", given)
         values = make_values(values)
         refuse_abstract_values(values, manager.directory)

@@ -19,12 +19,13 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from jaxckpt_train._validation import (
     absolute_path,
     check_fields,
+    is_url,
     known_keys,
     list_of,
     nearest,
@@ -39,7 +40,7 @@ from jaxckpt_train._validation import (
 )
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.metrics.events import Owned, Sink
-from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
+from jaxckpt_train.settings import STALL_TIMEOUT_S, ObjectStoreSettings, StoreSettings, check_object_store
 
 if TYPE_CHECKING:
     from jaxckpt_train.policies.context import PreservationPolicy, SavePolicy
@@ -102,8 +103,9 @@ class CallbackOptions:
     """The arguments of `CheckpointCallback`. An instance checks its values when it is created.
 
     Attributes:
-        directory: the directory of the run. A relative path starts in the directory where the command was given, even
-            if Hydra changes the working directory.
+        directory: the directory of the run, or its URL in an object store (`s3://bucket/run`, `gs://`, `az://`). A
+            relative path starts in the directory where the command was given, even if Hydra changes the working
+            directory.
         save_interval_steps: save each step that is a multiple of this number. If the loop calls the callback only for
             some steps, save the first step after each multiple. None: do not save by steps. Without any save option,
             the callback saves every 600 seconds.
@@ -163,6 +165,8 @@ class CallbackOptions:
         enabled: False disables the callback: nothing is saved or restored.
         store: how bytes are written, checked and read: a StoreSettings, in YAML a node with its fields. None: its
             defaults.
+        object_store: how the object store of a URL is reached: an ObjectStoreSettings, in YAML a node with its fields.
+            The same as `store.object_store`. None: the defaults.
         sinks: receivers of each event of the history, such as `PrometheusSink`: nodes with `_target_`, or objects.
 
     Raises:
@@ -201,10 +205,12 @@ class CallbackOptions:
     progress: bool | Literal["auto"] = "auto"
     enabled: bool = True
     store: Annotated[StoreSettings, check_store] | None = None
+    object_store: Annotated[ObjectStoreSettings, check_object_store] | None = None
     sinks: Annotated[Sequence[Sink | Node], list_of("sinks, which are called with every event")] = ()
 
     def __post_init__(self) -> None:
         check_fields(_ROOT, self)
+        self._join_object_store()
         needs_metric = next((name for name in ("keep_best", "best_link") if getattr(self, name)), None)
         if needs_metric is not None and self.best_metric is None:
             raise SettingsError(
@@ -223,6 +229,17 @@ class CallbackOptions:
             refuse(
                 f"{_ROOT}.max_run_time_s", f"more than {_ROOT}.grace_period_s, which is {grace_s:g} seconds", limit_s
             )
+
+    def _join_object_store(self) -> None:
+        """Make `object_store` a part of `store`, unless that has its own."""
+        given, store = self.object_store, self.store or StoreSettings()
+        if given is None or given in (store.object_store, ObjectStoreSettings()):
+            return
+        if store.object_store != ObjectStoreSettings():
+            raise SettingsError(
+                f"{_ROOT}.object_store: expected this or {_ROOT}.store.object_store, found both: remove one of them"
+            )
+        object.__setattr__(self, "store", dataclasses.replace(store, object_store=given))
 
     def built(self) -> Self:
         """Return a copy in which nodes with `_target_`, and names of notice sources, are replaced by their objects."""
@@ -280,7 +297,9 @@ def config_schema() -> type:
 
     Hydra has it as `checkpoint/base_checkpoint`. Use it in a typed configuration of your own.
     """
-    return _schema_of(CheckpointConfig, "CheckpointConfig", store=_schema_of(StoreSettings, "StoreConfig"))
+    objects = _schema_of(ObjectStoreSettings, "ObjectStoreConfig")
+    store = _schema_of(StoreSettings, "StoreConfig", object_store=objects)
+    return _schema_of(CheckpointConfig, "CheckpointConfig", store=store, object_store=objects)
 
 
 def _schema_of(settings: type, name: str, **nested: type) -> type:
@@ -289,6 +308,8 @@ def _schema_of(settings: type, name: str, **nested: type) -> type:
         make, kind = nested.get(field.name), _omegaconf_type(hints[field.name])
         if make is not None:
             fields.append((field.name, make, dataclasses.field(default_factory=make)))
+        elif field.default_factory is not dataclasses.MISSING:
+            fields.append((field.name, dict[str, str], dataclasses.field(default_factory=field.default_factory)))
         elif isinstance(field.default, tuple):
             make_list: Any = functools.partial(list, field.default)
             fields.append((field.name, list[Any], dataclasses.field(default_factory=make_list)))
@@ -425,24 +446,25 @@ def _instantiate_with_hydra(subject: str, target: str, arguments: Mapping[str, A
         raise SettingsError(f"{subject}: cannot build {target}: {error}") from error
 
 
-def resolve_directory(directory: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a run directory.
+def resolve_directory(directory: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a run directory, or its URL.
 
     A relative path starts in the directory where the user gave the command. Under Hydra that is its original working
     directory, regardless of `hydra.job.chdir`.
     """
-    return Path(absolute_path(f"{_ROOT}.directory", directory, _hydra_value("runtime", "cwd") or ""))
+    return absolute_path(f"{_ROOT}.directory", directory, _hydra_value("runtime", "cwd") or "")
 
 
-def run_directory(directory: str | os.PathLike[str]) -> Path:
+def run_directory(directory: str | os.PathLike[str]) -> str:
     """Return the resolved directory, extended by `job_name()`, so that no job of a multirun continues another one."""
-    return resolve_directory(directory) / job_name()
+    name = job_name()
+    return f"{resolve_directory(directory)}/{name}" if name else resolve_directory(directory)
 
 
 def hydra_directory_problem(directory: str | os.PathLike[str]) -> str | None:
     """Return what is wrong with this run directory in the running Hydra job, or None."""
     output, path = _hydra_value("runtime", "output_dir"), resolve_directory(directory)
-    if output is None or not path.is_relative_to(output):
+    if output is None or is_url(path) or not PurePath(path).is_relative_to(output):
         return None
     kind = "sweep" if is_multirun() else "run"
     template = str(sys.modules["omegaconf"].OmegaConf.to_container(_hydra_value(kind), resolve=False))

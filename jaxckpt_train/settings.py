@@ -6,7 +6,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from jaxckpt_train._validation import check_fields, duration, known_keys, refuse, seconds, text, texts_by_name, whole
+from jaxckpt_train._validation import (
+    check_fields,
+    duration,
+    endpoint,
+    known_keys,
+    refuse,
+    seconds,
+    text,
+    texts_by_name,
+    whole,
+)
 from jaxckpt_train.errors import SettingsError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -51,7 +61,7 @@ class ObjectStoreSettings:
         SettingsError: a value is out of range or of the wrong type.
     """
 
-    endpoint: Annotated[str, text] | None = None
+    endpoint: Annotated[str, endpoint] | None = None
     region: Annotated[str, text] | None = None
     part_bytes: Annotated[int, whole(5 * MIB, GIB)] = 8 * MIB
     concurrency: Annotated[int, whole(1, 64)] = 6
@@ -136,7 +146,6 @@ class StoreSettings:
         colocated: whether the hosts of the devices save and load the arrays, through JAX's Colocated Python, instead of
             this process. "auto": if the runtime drives devices of several hosts from one process (Pathways). True:
             always. False: never. Requires `cloudpickle`, and this package and the storage on all hosts.
-
         object_store: how object stores are reached; an ObjectStoreSettings, or a mapping with its fields.
 
     Raises:

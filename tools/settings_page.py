@@ -1,7 +1,7 @@
 """Write the tables of docs/reference/settings.md from the dataclasses that state the settings.
 
-The page chooses the groups and the order of the rows. Defaults and descriptions come from `CheckpointConfig` and
-`StoreSettings`.
+The page chooses the groups and the order of the rows. Defaults and descriptions come from `CheckpointConfig`,
+`StoreSettings` and `ObjectStoreSettings`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxckpt_train.config import CallbackOptions, CheckpointConfig
-from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.settings import ObjectStoreSettings, StoreSettings
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
-SECTIONS = {"## `CheckpointCallback`": (CheckpointConfig, CallbackOptions), "## `StoreSettings`": (StoreSettings,) * 2}
+SECTIONS = {
+    "## `CheckpointCallback`": (CheckpointConfig, CallbackOptions),
+    "## `StoreSettings`": (StoreSettings, StoreSettings),
+    "## `ObjectStoreSettings`": (ObjectStoreSettings, ObjectStoreSettings),
+}
 _ROW = re.compile(r"^\| `(\w+)` \| .*$", re.MULTILINE)
 
 
@@ -31,8 +35,10 @@ def descriptions(settings: type) -> dict[str, str]:
 
 def default_text(value: Any) -> str:
     """A default as the page shows it."""
-    if value is None or value == ():
+    if value is None or value in ((), dataclasses.MISSING):  # a mapping has no default, but makes an empty one
         return "none"
+    if isinstance(value, ObjectStoreSettings):
+        return "its defaults"
     if isinstance(value, tuple):
         return ", ".join(value)
     if isinstance(value, (bool, str)):

@@ -28,6 +28,7 @@ def main(cfg):
         "notices": [type(source).__name__ for source in arguments["notices"]],
         "policies": [repr(arguments["save_policy"]), repr(arguments["keep_policy"])],
         "durability": arguments["store"].durability,
+        "object_store": vars(arguments["store"].object_store),
         "resolved": str(config.run_directory(directory)),
         "problem": config.hydra_directory_problem(directory),
         "multirun": config.is_multirun(),
@@ -92,20 +93,44 @@ def app(run_python: Any, tmp_path: Path, plugin: Path) -> App:
 
 
 def test_presets_are_the_documented_ones() -> None:
-    assert PRESETS == ["aws", "cheap", "critical", "default", "gce", "kubernetes", "off", "preemptible", "slurm"]
+    local = {"aws", "cheap", "critical", "default", "gce", "kubernetes", "off", "preemptible", "slurm"}
+    assert set(PRESETS) == local | URLS.keys()
 
 
+URLS = {"s3": "s3://bucket/run", "gcs": "gs://bucket/run", "azure": "az://container/run"}
 NOTICES = {"aws": "AwsNotice", "gce": "GceNotice", "kubernetes": "KubernetesNotice", "slurm": "SlurmNotice"}
 
 
 def test_every_preset_composes_and_is_valid(app: App) -> None:
-    jobs = app.jobs("--multirun", f"checkpoint={','.join(PRESETS)}")
-    for preset, found in zip(PRESETS, jobs, strict=True):
+    local = [preset for preset in PRESETS if preset not in URLS]
+    jobs = app.jobs("--multirun", f"checkpoint={','.join(local)}")
+    for preset, found in zip(local, jobs, strict=True):
         assert found["directory"] == "checkpoints/train", preset
         assert found["enabled"] is (preset != "off")
         assert found["durability"] == ("none" if preset == "cheap" else "full"), preset
         assert found["problem"] is None, preset
         assert found["notices"] == ([NOTICES[preset]] if preset in NOTICES else [])
+
+
+@pytest.mark.parametrize("preset", nightly_after(1, sorted(URLS, reverse=True)))
+def test_presets_of_object_stores_take_a_url(app: App, preset: str) -> None:
+    assert "checkpoint.directory: expected a path, or a URL" in app.error(f"checkpoint={preset}")
+    given = [
+        f"checkpoint.directory={URLS[preset]}",
+        "checkpoint.object_store.endpoint=http://127.0.0.1:1",
+        "checkpoint.store.io_threads=4",
+        "+checkpoint.object_store.options.virtual_hosted_style_request=true",
+    ]
+    found = app.arguments(f"checkpoint={preset}", *given)
+    assert found["resolved"] == found["directory"] == URLS[preset]
+    assert found["object_store"]["endpoint"] == "http://127.0.0.1:1"
+    assert found["object_store"]["options"] == {"virtual_hosted_style_request": "True"}
+    assert found["problem"] is None
+
+
+def test_jobs_of_a_multirun_on_an_object_store_have_prefixes_of_their_own(app: App) -> None:
+    jobs = app.jobs("--multirun", "lr=0.1,0.2", "checkpoint.directory=s3://bucket/sweep/")
+    assert [job["resolved"] for job in jobs] == ["s3://bucket/sweep/lr=0.1", "s3://bucket/sweep/lr=0.2"]
 
 
 def test_overrides_on_the_command_line_win(app: App) -> None:
@@ -153,6 +178,8 @@ def test_the_app_s_own_preset_goes_first(app: App) -> None:
             ("checkpoint.directory=???", "checkpoint.directory: cannot be resolved"),
             ("checkpoint.keep_best=3", "checkpoint.keep_best: expected checkpoint.best_metric"),
             ("checkpoint.best_metric=loss", "checkpoint.best_metric: has no effect without checkpoint.keep_best"),
+            ("checkpoint.object_store.part_byte=1", "Key 'part_byte' not in 'ObjectStoreConfig'"),
+            ("checkpoint.object_store.part_bytes=1", "checkpoint.object_store.part_bytes: expected a whole number"),
         ],
     ),
 )

@@ -16,8 +16,8 @@ import jaxckpt_train
 
 # Packages that only an adapter imports, when it is used.
 OPTIONAL = (
-    "blake3", "bokeh", "flax", "grain", "hydra", "jinja2", "keras", "omegaconf", "opentelemetry", "optax", "orbax",
-    "prometheus_client", "tensorstore", "torch", "typer",
+    "blake3", "bokeh", "flax", "grain", "hydra", "jinja2", "keras", "obstore", "omegaconf", "opentelemetry", "optax",
+    "orbax", "prometheus_client", "tensorstore", "torch", "typer",
 )  # fmt: skip
 MOST_IMPORT_S = 0.15
 
