@@ -33,7 +33,8 @@ class Staged:
             NOTHING: all processes must have the same value.
         write_files: called once on the writer's thread with the existing, empty directory `<name>/` of the attempt. The
             plain files that it leaves there are synced, digested and become part of the checkpoint. In a multi-process
-            job, all processes call it with the same directory.
+            job, all processes call it with the same directory. On an object store, it is a temporary local directory of
+            each process, whose files are uploaded; two processes may not write different files with one name.
     """
 
     tree: Any = NOTHING
@@ -67,7 +68,10 @@ class Saved(Protocol):
         """Return the JSON data that was staged as `value`, with its digest verified unless `verify_on_load` is off."""
 
     def directory(self) -> Path:
-        """Return the directory with the files from `write_files`, with their digests verified as for `value`."""
+        """Return the directory with the files from `write_files`, with their digests verified as for `value`.
+
+        Those of a checkpoint on an object store are in a temporary local directory until the end of the load.
+        """
 
 
 class Handler(Protocol):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxckpt_train._validation import named
+from jaxckpt_train._validation import is_url, named
 from jaxckpt_train.checkpointables.base import Handler, Json, value_file
 from jaxckpt_train.checkpointables.handlers import handler_for_load, handler_of
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, check_fingerprint
@@ -19,8 +21,9 @@ from jaxckpt_train.pytree.restore import JobLoads, LoadOptions, TreeRestore
 from jaxckpt_train.pytree.target import requested_shardings
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
+from jaxckpt_train.store.backends.local import LocalBackend, temporary_folder
 from jaxckpt_train.store.committed import Committed, check_unchanged
-from jaxckpt_train.store.files import read_recorded
+from jaxckpt_train.store.files import copy_file, open_recorded, read_recorded
 from jaxckpt_train.store.manifest import NOT_JSON, FileRecord, PartRecord, decode_value
 from jaxckpt_train.store.reader import PreopenedFiles, ReadProgress
 from jaxckpt_train.store.threads import unlocked_cached_property
@@ -40,7 +43,9 @@ class _OpenPart:
         options: LoadOptions,
         progress: ReadProgress | None,
         loads: JobLoads,
+        downloads: contextlib.ExitStack | None = None,
     ) -> None:
+        self._downloads = downloads  # removes local copies of files
         self._files, self._committed, self._part, self._loads = files, committed, part, loads
         self._settings, self._options, self._progress = settings, options, progress
         self.name, self.kind = part.name, part.kind
@@ -77,6 +82,10 @@ class _OpenPart:
             raise CorruptCheckpointError(f"{self._committed.directory}/{name}: not JSON: {error}") from error
 
     def directory(self) -> Path:
+        if self._downloads is not None and is_url(self._committed.directory):
+            folder = self._downloads.enter_context(temporary_folder())
+            _download(self._files, self._committed, self._part, self._settings.verify_on_load, folder)
+            return Path(folder, self.name)
         for problem in _own_problems(self._files, self._committed, self._part, self._settings.verify_on_load):
             raise CorruptCheckpointError(problem)
         self._returned_directory = True
@@ -105,6 +114,23 @@ def _own_problems(files: Opener, committed: Committed, part: PartRecord, digests
     ]
 
 
+@time_limited
+def _download(files: Opener, committed: Committed, part: PartRecord, digests: bool, folder: str) -> None:
+    """Copy the files of a checkpointable into a local folder. Raises CorruptCheckpointError if one is damaged."""
+    local, manifest = LocalBackend(), committed.manifest
+    local.make_directory(f"{folder}/{part.name}", parents=False, sync=False)
+    for file in part.files:
+        path = f"{folder}/{file.file}"
+        local.make_directory(os.path.dirname(path), parents=True, sync=False)
+        with contextlib.closing(open_recorded(files, committed.directory, file.file, file.bytes)) as source:
+            sink = local.create(path, direct=False)
+            found = copy_file(
+                source, sink, manifest.digest, lambda _: report_progress(), block_bytes=manifest.block_bytes
+            )
+        if digests and found != file.digests:
+            raise CorruptCheckpointError(f"{committed.directory}/{file.file}: not what was saved (the digest differs)")
+
+
 def load_parts(
     backend: Opener,
     committed: Committed,
@@ -121,11 +147,11 @@ def load_parts(
     """
     files, loads = PreopenedFiles(backend, committed, settings.direct_io), loads or JobLoads(None, settings)
     try:
-        with refused_if_too_deep("the target of a load, or its shardings"):
+        with contextlib.ExitStack() as downloads, refused_if_too_deep("the target of a load, or its shardings"):
             jobs = []
             for name, target in named("targets", targets).items():
                 part = _part_of(committed, name)
-                opened = _OpenPart(files, committed, part, settings, options, progress, loads)
+                opened = _OpenPart(files, committed, part, settings, options, progress, loads, downloads)
                 if name == DATA_NAME:
                     check_fingerprint(name, committed.manifest.info.get("fingerprint"))
                 jobs.append((handler_for_load(target, part.kind, name), target, opened))

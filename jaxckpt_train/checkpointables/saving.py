@@ -23,6 +23,7 @@ import numpy as np
 from jaxckpt_train._validation import is_url
 from jaxckpt_train.checkpointables.base import value_file
 from jaxckpt_train.checkpointables.staging import (
+    OwnFiles,
     SaveTimes,
     StagedPart,
     check_finite,
@@ -41,6 +42,7 @@ from jaxckpt_train.pytree.partition import JobPartition
 from jaxckpt_train.pytree.snapshot import Snapshot
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
+from jaxckpt_train.store.backends.local import temporary_folder
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
@@ -321,10 +323,22 @@ class CheckpointSave:
             ) from error
 
     def _write_value(self, part: StagedPart) -> PartIndex:
-        self._records.append(PartRecord(part.name, part.kind, (), (), msgspec.Raw(b"null")))
-        if part.own_files is not None:
+        files = self._own_value(part)
+        if part.own_files is not None and is_url(self._directory):
+            files = self._upload_own_files(part, part.own_files)
+        elif part.own_files is not None:  # the primary adopts them when it commits
             part.own_files.write(Path(self._directory, part.name))
-        return part_index(files=self._own_value(part))
+        recorded = files if self._is_single_process else ()
+        self._records.append(PartRecord(part.name, part.kind, (), recorded, msgspec.Raw(b"null")))
+        return part_index(files=files)
+
+    def _upload_own_files(self, part: StagedPart, own_files: OwnFiles) -> tuple[FileRecord, ...]:
+        """Let an object write its files into a local folder, and copy them to the attempt on the object store."""
+        with temporary_folder() as local:
+            self._backend.make_directory(f"{local}/{part.name}", parents=False, sync=False)
+            own_files.write(Path(local, part.name))
+            attempt = self.transaction or Attempt(self._backend, self._directory, self._settings)
+            return attempt.upload_folder(local, part.name, self._progress)
 
     def _record_arrays(self, part: StagedPart, taken: Snapshot, written: WrittenArrays) -> PartIndex:
         if taken.on_hosts is not None:  # only in a single process, which controls the devices of several hosts
@@ -384,7 +398,10 @@ class CheckpointSave:
         for number, part in enumerate(self.parts):
             self._progress(0)
             if part.own_files is not None:
-                files = transaction.adopt_folder(part.name, self._progress)
+                if is_url(transaction.directory):  # every process has written its files
+                    files = _without_repetitions(part.name, parts[number].files)
+                else:
+                    files = transaction.adopt_folder(part.name, self._progress)
                 parts[number] = msgspec.structs.replace(parts[number], files=files)
             elif part.value is not None and self._is_common(part):
                 file = transaction.write_file(value_file(part.name), part.value)
@@ -409,6 +426,15 @@ class CheckpointSave:
     ) -> Manifest:
         digest = self._settings.digest
         return Manifest(FORMAT, FORMAT_VERSION, digest, BLOCK_BYTES, tuple(segments), tuple(parts), dict(info))
+
+
+def _without_repetitions(name: str, files: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
+    """The files that the processes of a job have written, once each. Raises MismatchError: two wrote different ones."""
+    found = {file.file: file for file in files}
+    for file in files:
+        if found[file.file] != file:
+            raise MismatchError(f"checkpointable {name!r}: two processes wrote different files {file.file!r}")
+    return tuple(found[file] for file in sorted(found))
 
 
 class _ContentComparison:

@@ -420,7 +420,7 @@ def export_safetensors(
         raise MismatchError(f"{committed.directory}: {part.name!r} has no arrays to export")
     shards = [tensors] if single_file else list(_shards(tensors, shard_bytes))
     count = len(shards)
-    file_names = ["model.safetensors"]
+    file_names = [final.rpartition("/")[2] if single_file else "model.safetensors"]
     if count > 1:
         file_names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     with (
@@ -440,7 +440,6 @@ def export_safetensors(
             encoded = msgspec.json.format(msgspec.json.encode(index), indent=2)
             attempt.write_file("model.safetensors.index.json", encoded)
     prng_keys = tuple(leaf for leaf, record in leaves.items() if isinstance(record, KeyLeaf))
-    file_names = [final.rpartition("/")[2]] if single_file else file_names
     return Exported(tuple(file_names), tuple(left_out), nbytes, prng_keys)
 
 

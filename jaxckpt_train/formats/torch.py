@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import (
     CorruptCheckpointError,
     FormatVersionError,
@@ -69,6 +70,11 @@ def looks_like_torch(entries: Sequence[Entry]) -> bool:
 
 def open_torch(backend: Backend, directory: str, entries: Sequence[Entry]) -> ForeignCheckpoint:
     """Open a distributed checkpoint. Raises CorruptCheckpointError if it is damaged, or its metadata would run code."""
+    if is_url(directory):
+        raise NotACheckpointError(
+            f"{directory}: expected a checkpoint that can be read from a URL, found one of PyTorch, which is read from "
+            "local files only: download its folder, and pass the path of the copy"
+        )
     if all(entry.name != METADATA for entry in entries):
         raise NotACheckpointError(f"{directory}: expected a finished save of PyTorch, found one without {METADATA}")
     data = read_whole(backend, *linked(f"{directory}/{METADATA}"), MAX_METADATA_BYTES)

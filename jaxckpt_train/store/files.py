@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import GONE, MISSING, Files, Opener, Source
+from jaxckpt_train.store.backends.base import GONE, MISSING, Files, Opener, Sink, Source
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FileRecord, block_digests, digest_function
 from jaxckpt_train.store.process_identity import memory_bytes
 from jaxckpt_train.store.timeouts import time_limited
@@ -58,15 +58,41 @@ def file_record(
     files: Opener, directory: str, name: str, digest_name: str, progress: Callable[[int], None]
 ) -> FileRecord:
     """The manifest record of an existing file of any size. `progress` is called with the size of each block."""
-    digest, digests = digest_function(digest_name), list[str]()
     with contextlib.closing(files.open(directory, name, direct=False)) as source:
-        memory = np.empty(min(source.size, BLOCK_BYTES), np.uint8)
-        for at in range(0, source.size, BLOCK_BYTES):
-            block = memory[: min(BLOCK_BYTES, source.size - at)]
-            source.read_into(at, block, len(block))
-            digests.append(digest(memoryview(block)))
-            progress(len(block))
-        return FileRecord(name, source.size, "".join(digests))
+        return FileRecord(name, source.size, _digests_of(source, digest_name, BLOCK_BYTES, progress))
+
+
+def copy_file(
+    source: Source,
+    sink: Sink,
+    digest_name: str,
+    progress: Callable[[int], None],
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    sync: bool = False,
+) -> str:
+    """Copy a file of any size, and return the digests of its blocks. `progress` is called with the size of each."""
+    try:
+        digests = _digests_of(source, digest_name, block_bytes, progress, sink)
+        sink.finish(source.size, sync=sync)
+    finally:
+        sink.abandon()
+    return digests
+
+
+def _digests_of(
+    source: Source, digest_name: str, block_bytes: int, progress: Callable[[int], None], copy: Sink | None = None
+) -> str:
+    digest, digests = digest_function(digest_name), list[str]()
+    memory = np.empty(min(source.size, block_bytes), np.uint8)
+    for at in range(0, source.size, block_bytes):
+        block = memory[: min(block_bytes, source.size - at)]
+        source.read_into(at, block, len(block))
+        digests.append(digest(memoryview(block)))
+        if copy is not None:
+            copy.write_at(at, block)
+        progress(len(block))
+    return "".join(digests)
 
 
 def read_whole(files: Opener, directory: str, name: str, limit: int | None) -> np.ndarray:

@@ -13,7 +13,8 @@ On object stores nothing is renamed (`ObjectAttempt`): an attempt is written und
 last. A step then exists if the record of its run names it; a single checkpoint, if a small object at its URL, a COMMIT
 with the name of the prefix, refers to it. Both are changed only by conditional puts.
 
-`atomic_directory` publishes exports for other tools in the same way, without COMMIT.
+`atomic_directory` publishes exports for other tools in the same way, without COMMIT; on object stores it writes them
+under their final names, and the caller writes last the file without which other tools do not find the others.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from jaxckpt_train.store.committed import (
     new_data_folder,
     read_pointer,
 )
-from jaxckpt_train.store.files import file_exists, file_record, read_or_none
+from jaxckpt_train.store.files import copy_file, file_exists, file_record, read_or_none
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     COMMIT_NAME,
@@ -147,16 +148,23 @@ class Attempt:
         Raises UnsupportedLeafError: a file or directory has a name that a load would refuse; CorruptCheckpointError: an
         entry is neither a regular file nor a directory.
         """
+        return tuple(
+            file_record(self._backend, self.directory, path, self._settings.digest, progress)
+            for path, entry in self._track(name)
+            if _is_storable(self.directory, path, entry)
+        )
+
+    def upload_folder(self, local: str, name: str, progress: Callable[[int], None]) -> tuple[FileRecord, ...]:
+        """Copy the files that other code wrote into the folder `name` of a local directory to the attempt.
+
+        Raises as `adopt_folder`.
+        """
         records: list[FileRecord] = []
-        for path, entry in self._track(name):
-            if not is_plain_name(entry.name):
-                raise UnsupportedLeafError(
-                    f"file {path!r} has a name that cannot be stored: expected {plain_name_rule()}"
-                )
-            if entry.kind == "other":
-                raise CorruptCheckpointError(f"{self.directory}/{path}: expected a file, found a link or device")
-            if entry.kind == "file":
-                records.append(file_record(self._backend, self.directory, path, self._settings.digest, progress))
+        for path, entry in _walk(self._backend, local, name):
+            if _is_storable(local, path, entry):
+                with contextlib.closing(self._backend.open(local, path, direct=False)) as source:
+                    digests = copy_file(source, self.create_file(path), self._settings.digest, progress)
+                records.append(FileRecord(path, source.size, digests))
         return tuple(records)
 
     def track_folder(self, name: str) -> None:
@@ -165,15 +173,9 @@ class Attempt:
 
     def _track(self, name: str) -> Iterator[tuple[str, Entry]]:
         """Yield what is below a folder with its path in the attempt, and have the commit sync it."""
-        for entry in self._backend.list(f"{self.directory}/{name}"):
-            path = f"{name}/{entry.name}"
-            if is_removed_in_use(entry.name):
-                continue
-            is_folder = entry.kind == "directory"
-            (self._folders if is_folder else self._files).append(f"{self.directory}/{path}")
+        for path, entry in _walk(self._backend, self.directory, name):
+            (self._folders if entry.kind == "directory" else self._files).append(f"{self.directory}/{path}")
             yield path, entry
-            if is_folder:
-                yield from self._track(path)
 
     def sync(self) -> None:
         """Sync everything that is not synced yet, several files at a time: a journal writes them together."""
@@ -181,6 +183,26 @@ class Attempt:
         if self._sync_directories:
             paths += [*reversed(self._folders), self.directory]
         shared_workers(SYNCS_AT_ONCE, "jaxckpt-sync").run_all(self._backend.sync, paths)
+
+
+def _walk(backend: Backend, directory: str, name: str) -> Iterator[tuple[str, Entry]]:
+    """Yield what is below the folder `name` of a directory, with its path in the directory."""
+    for entry in backend.list(f"{directory}/{name}"):
+        path = f"{name}/{entry.name}"
+        if is_removed_in_use(entry.name):
+            continue
+        yield path, entry
+        if entry.kind == "directory":
+            yield from _walk(backend, directory, path)
+
+
+def _is_storable(directory: str, path: str, entry: Entry) -> bool:
+    """Whether this is a file. Raises UnsupportedLeafError or CorruptCheckpointError if it cannot be stored."""
+    if not is_plain_name(entry.name):
+        raise UnsupportedLeafError(f"file {path!r} has a name that cannot be stored: expected {plain_name_rule()}")
+    if entry.kind == "other":
+        raise CorruptCheckpointError(f"{directory}/{path}: expected a file, found a link or device")
+    return entry.kind == "file"
 
 
 class Transaction(Attempt):
@@ -459,10 +481,17 @@ def atomic_directory(
 ) -> Iterator[Attempt]:
     """Write a directory that appears under its final name when the block ends, or not at all if the block raises.
 
+    With `only_file`, the name of `final`, a single file of that name is published instead. On an object store, each
+    file appears as soon as it is written, and all are removed if the block raises.
+
     Raises CheckpointExistsError: something exists at `final`; StorageError: the file system refused.
     """
     refuse_existing_name(backend, final)
     parent = os.path.dirname(final)
+    if is_url(final):
+        with _objects_in_place(backend, final):
+            yield Attempt(backend, final if only_file is None else parent, settings)
+        return
     backend.make_directory(parent, parents=True, sync=settings.durability == "full")
     try:
         remove_dead_exports(backend, final)
@@ -479,10 +508,7 @@ def atomic_directory(
                 raise
             raise _exists(final) from error
     except BaseException as error:
-        try:
-            backend.remove(attempt.directory)
-        except StorageError as second:
-            error.add_note(f"the unfinished directory {attempt.directory} could not be removed: {second}")
+        _remove_after(backend, attempt.directory, error)
         raise
     if settings.durability == "full":
         backend.sync(parent)
@@ -491,6 +517,29 @@ def atomic_directory(
             backend.remove(attempt.directory)
         except StorageError as error:
             _log.warning("%s is written, but %s could not be removed: %s", final, attempt.directory, error)
+
+
+@contextlib.contextmanager
+def _objects_in_place(backend: Backend, final: str) -> Iterator[None]:
+    """Remove what the block has written at a URL if it raises, unless another process has written there, too."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno == errno.EEXIST:
+            raise _exists(final) from error
+        _remove_after(backend, final, error)
+        raise
+    except BaseException as error:
+        _remove_after(backend, final, error)
+        raise
+
+
+def _remove_after(backend: Backend, path: str, error: BaseException) -> None:
+    """Remove what a failed export has written; if that fails too, add a note to the original error."""
+    try:
+        backend.remove(path)
+    except StorageError as second:
+        error.add_note(f"the unfinished {path} could not be removed: {second}")
 
 
 def refuse_existing_name(backend: Backend, final: str) -> None:

@@ -209,6 +209,19 @@ def side_name(path: str) -> str:
 
 
 @contextlib.contextmanager
+def temporary_folder() -> Iterator[str]:
+    """A new folder for code that needs local files, removed at the end."""
+    import tempfile  # most processes never need it
+
+    with _storage_errors("create a folder for temporary files", tempfile.gettempdir()):
+        folder = tempfile.mkdtemp(prefix="jaxckpt-files-")
+    try:
+        yield folder
+    finally:
+        LocalBackend().remove(folder)
+
+
+@contextlib.contextmanager
 def _storage_errors(action: str, path: str) -> Iterator[None]:
     """Turn an OSError into a StorageError that names the action, the path and what to do."""
     try:
