@@ -24,6 +24,7 @@ from tests.support.paths import REPO_ROOT
 DEVICES = 8
 NIGHTLY = REPO_ROOT / "tests" / "nightly"
 pytest_plugins = [
+    "tests.support.bucket_paths",
     "tests.support.example_fixtures",
     "tests.support.jobs.fixtures",
     "tests.support.locks",

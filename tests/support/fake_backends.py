@@ -11,6 +11,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train import manager
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backends.local import LocalBackend
 
@@ -60,6 +61,8 @@ class HoldingBackend(LocalBackend):
 
     def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
         self._pass("swap_record", f"{path}: {data.decode()}")
+        if is_url(path):
+            self._pass("rename", data.decode())  # what publishes a step there
         return super().swap_record(path, data, version)
 
 
@@ -82,10 +85,8 @@ class SlowBackend(HoldingBackend):
 
 
 class _SlowSink:
-    in_order = False
-
     def __init__(self, backend: SlowBackend, inner: Any) -> None:
-        self._backend, self._inner = backend, inner
+        self._backend, self._inner, self.in_order = backend, inner, inner.in_order
         self.alignment, self.finish, self.abandon = inner.alignment, inner.finish, inner.abandon
 
     def write_at(self, offset: int, data: Any) -> None:
@@ -133,6 +134,8 @@ class RefusingBackend(LocalBackend):
 
     def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
         self._refuse("swap_record", path)
+        if is_url(path):
+            self._refuse("rename", data.decode())
         return super().swap_record(path, data, version)
 
 

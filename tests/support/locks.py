@@ -15,6 +15,7 @@ from jaxckpt_train.run import lock as lock_module
 from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.store.backends.base import StoredRecord
 from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.bucket_paths import BucketPath
 
 
 def new_lock(directory: Path, backend: Any = None) -> OwnerLock:
@@ -33,7 +34,10 @@ def is_owned(directory: Path) -> bool:
 
 def remove_lock(directory: Path) -> None:
     """Remove the lock, as a user may do by hand."""
-    shutil.rmtree(directory / LOCK_NAME)
+    if isinstance(directory, BucketPath):
+        (directory / f"{LOCK_NAME}.json").unlink()
+    else:
+        shutil.rmtree(directory / LOCK_NAME)
 
 
 def replace_lock(directory: Path, content: bytes) -> None:

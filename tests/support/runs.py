@@ -23,6 +23,7 @@ from jaxckpt_train.run.history import HISTORY_NAME
 from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.run.record import RECORD_NAME
 from tests.conftest import REPO_ROOT
+from tests.support.bucket_paths import BucketPath
 from tests.support.warm_python import WarmProcess
 
 START = datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC)
@@ -97,7 +98,10 @@ def step_of(restored: dict[str, Any]) -> int:
 
 
 def step_path(directory: Path, step: int) -> Path:
-    return directory / f"step-{step:010d}"
+    """The folder of a step; on an object store, of its newest save."""
+    name = f"step-{step:010d}"
+    saves = directory.glob(f"{name}.*/COMMIT") if isinstance(directory, BucketPath) else ()
+    return max(saves, key=lambda path: path.stat().st_mtime, default=directory / name / "COMMIT").parent
 
 
 def segment_of(step: Path) -> Path:
@@ -110,8 +114,13 @@ def flip_a_payload_byte(step: Path) -> None:
     segment_of(step).write_bytes(data)
 
 
+def truncate(file: Path, nbytes: int) -> None:
+    """Keep only the first bytes of a file."""
+    file.write_bytes(file.read_bytes()[:nbytes])
+
+
 def truncate_the_segment(step: Path) -> None:
-    os.truncate(segment_of(step), segment_of(step).stat().st_size - 5000)
+    truncate(segment_of(step), segment_of(step).stat().st_size - 5000)
 
 
 def remove_the_segment(step: Path) -> None:
@@ -123,15 +132,15 @@ def remove_the_manifest(step: Path) -> None:
 
 
 def truncate_the_manifest(step: Path) -> None:
-    os.truncate(step / "manifest.json", 100)
+    truncate(step / "manifest.json", 100)
 
 
 def truncate_commit(step: Path) -> None:
-    os.truncate(step / "COMMIT", 20)
+    truncate(step / "COMMIT", 20)
 
 
 def empty_commit(step: Path) -> None:
-    os.truncate(step / "COMMIT", 0)
+    truncate(step / "COMMIT", 0)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -147,11 +156,16 @@ damaged = pytest.mark.parametrize(("damage", "file"), list(DAMAGE.values()), ids
 
 
 def files_below(directory: Path) -> dict[str, bytes]:
-    """Return every file with its bytes, except the lock and the history."""
+    """Return every file with its bytes, except the lock and the history; on an object store, also without the record.
+
+    A new owner replaces the record there.
+    """
+    own = {LOCK_NAME, "history"}
+    files = {HISTORY_NAME, f"{LOCK_NAME}.json", f"{RECORD_NAME}.json"}
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.parent.name != LOCK_NAME and path.name != HISTORY_NAME
+        if path.is_file() and path.parent.name not in own and path.name not in files
     }
 
 
