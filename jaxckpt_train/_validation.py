@@ -94,6 +94,11 @@ def _checked_url(subject: str, scheme: str, rest: str) -> str:
             "a path, or a URL such as s3://bucket/run, gs://bucket/run or az://container/run",
             _bare(scheme, rest),
         )
+    if "@" in bucket or "?" in rest:
+        raise SettingsError(
+            f"{subject}: expected a URL without a user, a password or a query, found one with them, at "
+            f"{_bare(scheme, rest)!r}: pass credentials by the environment, where the cloud's own tools find them"
+        )
     if wrong := [part for part in parts if part in ("", ".", "..")]:
         refuse(subject, f"a URL without the part {wrong[0]!r}", _bare(scheme, rest))
     return f"{scheme}://{'/'.join([bucket, *parts])}"
@@ -278,7 +283,14 @@ def texts_by_name(subject: str, value: Any) -> dict[str, str]:
     for name, each in value.items():
         if not isinstance(name, str) or not isinstance(each, (str, bool, int, float)):
             raise SettingsError(f"{subject}.{name}: expected text, found {type(each).__name__}")
-    return {name: str(each) for name, each in value.items()}
+    return HiddenTexts({name: str(each) for name, each in value.items()})
+
+
+class HiddenTexts(dict[str, str]):
+    """Texts by name, whose representation has the names only."""
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(f'{name!r}: ...' for name in self)}}}"
 
 
 def endpoint(subject: str, value: Any) -> str:

@@ -84,7 +84,7 @@ def check_store(subject: str, value: Any) -> StoreSettings:
     if isinstance(value, StoreSettings):
         return value
     if not isinstance(value, Mapping):
-        refuse(subject, "a StoreSettings, or a mapping with its fields", value)
+        refuse(subject, "a StoreSettings, or a mapping with its fields", type(value).__name__)
     try:
         return StoreSettings(**known_keys(subject, value, [field.name for field in dataclasses.fields(StoreSettings)]))
     except SettingsError as error:

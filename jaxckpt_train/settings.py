@@ -179,6 +179,6 @@ def checked_settings(subject: str, settings: Any) -> StoreSettings:
     if not isinstance(settings, StoreSettings):
         raise SettingsError(
             f"{subject}: expected a StoreSettings, such as jaxckpt_train.StoreSettings(io_threads=4), "
-            f"found {settings!r}"
+            f"found {type(settings).__name__}"
         )
     return settings

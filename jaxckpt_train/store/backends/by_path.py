@@ -28,7 +28,12 @@ class ByPath:
 
     def __init__(self, settings: ObjectStoreSettings) -> None:
         self.settings = settings
-        self.local, self.objects = LocalBackend(), ObjectBackend(settings)
+        self.local = LocalBackend()
+
+    @functools.cached_property
+    def objects(self) -> ObjectBackend:
+        """The object stores, which need a package that files do not."""
+        return ObjectBackend(self.settings)
 
     def _of(self, path: str) -> Storage:
         return self.objects if is_url(path) else self.local

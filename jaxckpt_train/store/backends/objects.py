@@ -38,8 +38,11 @@ MAX_RECORD_BYTES = 64 << 20
 _DELETED_AT_ONCE = 1000
 _SCHEMES = {"s3": "s3", "gs": "gs", "az": "azure"}
 _QUERY = re.compile(r"\?[^\s\"'<>)]*")
+_USER = re.compile(r"://[^\s/]*@")
+# The body of a response may repeat the request with its credentials.
+_BODY = re.compile(r"<(\?xml|Error|html)\b.*", re.DOTALL | re.IGNORECASE)
+_REASON = re.compile(r"<(Code|Message)>([^<]*)</\1>")
 _SECRET = re.compile(r"(?i)(authorization|signature|credential|token|password|secret)([^\s,;]*[\s]*[=:]\s*)[^\s,;]+")
-_NO_OBSTORE = "this needs the package obstore: pip install 'jaxckpt-train[objects]'"
 
 
 class _Header(msgspec.Struct):
@@ -99,10 +102,8 @@ def _environment() -> str:
 
 def _new_client(key: tuple[str, ObjectStoreSettings, str]) -> ObjectStore:
     bucket, settings, _ = key
-    try:
-        from obstore.store import AzureStore, GCSStore, S3Store
-    except ImportError as error:
-        raise SettingsError(f"{bucket}: {_NO_OBSTORE}") from error
+    from obstore.store import AzureStore, GCSStore, S3Store
+
     scheme, _, name = bucket.partition("://")
     kind: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[scheme]
     # Not in `client_options`, for whose sake obstore would ignore AWS_ALLOW_HTTP and its like.
@@ -138,9 +139,10 @@ _clients = _Clients()
 
 def _shown(error: BaseException) -> str:
     """The first line of an error of obstore, without queries and values that may be secrets."""
-    text = str(error).split("\n\nDebug source", 1)[0].strip().splitlines()
-    line = " ".join(part.strip() for part in text)[:500] or type(error).__name__
-    return _SECRET.sub(r"\1\2...", _QUERY.sub("?...", line))
+    text = str(error).split("\n\nDebug source", 1)[0]
+    text = _BODY.sub(lambda body: ": ".join(part for _, part in _REASON.findall(body[0])) or "...", text)
+    line = " ".join(text.split())[:500] or type(error).__name__
+    return _SECRET.sub(r"\1\2...", _QUERY.sub("?...", _USER.sub("://", line)))
 
 
 @contextlib.contextmanager
@@ -171,9 +173,15 @@ def _without_secrets(error: BaseException) -> BaseException:
 
 
 class ObjectBackend:
-    """Objects below URLs. `settings` say how the endpoint is reached."""
+    """Objects below URLs. `settings` say how the endpoint is reached. Raises SettingsError: obstore is missing."""
 
     def __init__(self, settings: ObjectStoreSettings) -> None:
+        try:
+            import obstore  # noqa: F401
+        except ImportError as error:
+            raise SettingsError(
+                "URLs of object stores need the package obstore, found none: pip install 'jaxckpt-train[objects]'"
+            ) from error
         self._settings = settings
         self._seen: dict[str, tuple[int, UpdateVersion]] = {}  # the newest known version of each record
         self._probed: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -42,3 +43,20 @@ def test_silent_endpoint_is_an_error_after_the_time_limit(stand_in: StandIn) -> 
     settings = jct.StoreSettings(object_store=ObjectStoreSettings(request_timeout_s=0.2, retries=0))
     with pytest.raises(jct.StorageError, match="error sending request"):
         jct.save(stand_in.url("a"), {"w": np.arange(3)}, settings=settings)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "az://container/run"])
+def test_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    settings = jct.StoreSettings(object_store=ObjectStoreSettings(region=f"region-without-obstore-{url[:2]}"))
+    for name in [each for each in sys.modules if each.partition(".")[0] == "obstore"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "obstore", None)  # an import of it fails
+    for act in (
+        lambda: jct.save(url, {"w": np.arange(3)}, settings=settings),
+        lambda: jct.load(url, settings=settings),
+        lambda: jct.verify(url, settings=settings),
+        lambda: jct.StepManager(url, settings=settings).restore(),
+        lambda: jct.CheckpointCallback(url, store=settings).resume({"w": 1}),
+    ):
+        with pytest.raises(jct.SettingsError, match=r"pip install 'jaxckpt-train\[objects\]'"):
+            act()
