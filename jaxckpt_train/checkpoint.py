@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from jaxckpt_train._validation import absolute_path, flag, named
+from jaxckpt_train._validation import absolute_path, flag, is_url, named
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe, run_info
 from jaxckpt_train.checkpointables.loading import expect_parts, load_parts
 from jaxckpt_train.checkpointables.saving import CheckpointSave, PathTarget
@@ -80,7 +80,7 @@ def use_source(backend: Backend, path: str, use: Callable[[Opened], T], settings
     It may be of this package, or of Orbax, PyTorch, safetensors or Flax. Raises NotACheckpointError if there is no
     checkpoint of a known format, otherwise as `open_committed` and `open_found`, and what `use` raises.
     """
-    if is_file(backend, path):
+    if not is_url(path) and is_file(backend, path):
         return use(open_found(backend, find_file(backend, path), settings))
     seen: list[Committed] = []
 
@@ -91,7 +91,11 @@ def use_source(backend: Backend, path: str, use: Callable[[Opened], T], settings
     try:
         return use_committed(backend, path, use_ours)
     except NotACheckpointError:
-        found = None if seen else find_in_directory(backend, path)
+        if seen:
+            raise
+        # An object comes last, because the look at it is one more request.
+        is_object = is_url(path) and is_file(backend, path)
+        found = find_file(backend, path) if is_object else find_in_directory(backend, path)
         if found is None:
             raise
     return use(open_found(backend, found, settings))
@@ -148,8 +152,8 @@ def save_async(
     """Save like `save`, but return as soon as later changes of the state no longer matter, and write in the background.
 
     Returns:
-        The pending save. Its `.wait()` returns the metadata or raises the error of the save. A script that ends without
-        waiting still completes the save.
+        The pending save. Its `.wait()` returns the metadata or raises the error of the save; for a URL, also that of a
+        path that is taken. A script that ends without waiting still completes the save.
     """
     return save_checkpointables_async(
         path, {DEFAULT_NAME: tree}, overwrite=overwrite, custom_metadata=custom_metadata, settings=settings
@@ -182,15 +186,17 @@ def save_checkpointables_async(
     final, chosen = absolute(path), checked_settings("settings", settings)
     info, replace = dict[str, Any](), flag("overwrite", overwrite)
     job = current().within("save", chosen.barrier_timeout_s)
-    is_single_process, backend = job.processes == 1, backend_for(chosen)
+    backend = backend_for(chosen)
     target = PathTarget(backend, final, chosen, info, replace)
     save = CheckpointSave(job, final, backend, chosen)
+    # In a job, all processes get the error when they wait. An object store may take seconds to answer.
+    begins_here = job.processes == 1 and not is_url(final)
     with save.sharing_errors():
-        if is_single_process:  # in a job, all processes get the error when they wait
+        if begins_here:
             target.check()
         save.stage(checkpointables)
         info |= run_info(custom_metadata)
-        if is_single_process:  # here, so that the call refuses a wrong path
+        if begins_here:  # here, so that the call refuses a wrong path
             target.transaction = save.transaction = call_with_timeout(
                 final, lambda: begin(backend, final, chosen), undo=_abort
             )

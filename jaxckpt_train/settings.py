@@ -42,7 +42,8 @@ class ObjectStoreSettings:
         endpoint: the URL of the service, such as "https://minio.example.com". None: the cloud's own, or what the
             environment says (`AWS_ENDPOINT_URL`, `GOOGLE_BASE_URL`, `AZURE_STORAGE_ENDPOINT`).
         region: the region of an S3 bucket. None: what the environment says.
-        part_bytes: the size of the parts of an upload. S3 allows 10,000 parts, of at least 5 MiB.
+        part_bytes: the size of the parts of an upload, and of the requests of a load. S3 allows 10,000 parts, of at
+            least 5 MiB.
         concurrency: how many parts of one object are sent at the same time, and how many requests a load makes. An
             upload holds this many parts in memory, and one more.
         connect_timeout_s: the time limit of a connection.

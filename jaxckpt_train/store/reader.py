@@ -22,7 +22,7 @@ import numpy as np
 from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Opener, Source
+from jaxckpt_train.store.backends.base import Divided, Opener, Source
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, element_span, slices_within
 from jaxckpt_train.store.buffers import Arena, BufferPool, ReadBudget, aligned_buffer, empty_array, owner_of
 from jaxckpt_train.store.committed import Committed, check_unchanged
@@ -39,7 +39,7 @@ from jaxckpt_train.store.read_plan import (
     straight_target,
 )
 from jaxckpt_train.store.segment import ALIGNMENT, DTYPES
-from jaxckpt_train.store.threads import interruptible, shared_workers
+from jaxckpt_train.store.threads import Workers, interruptible, shared_workers
 from jaxckpt_train.store.timeouts import close_files, report_progress, time_limited
 
 OPEN_AT_ONCE = 256  # a process is often limited to 1,024 open files
@@ -144,7 +144,7 @@ def run_reads(
 
     Raises CheckpointTimeoutError: there was no progress for ten minutes; the message names the directory.
     """
-    readers = shared_workers(_threads(settings), "jaxckpt-read")
+    readers = _readers(directory, settings)
     try:
         with contextlib.closing(readers.run_each(read, items, give_up=give_up, moved=moved)) as results:
             yield from results
@@ -159,6 +159,12 @@ def polling(progress: ReadProgress | None) -> contextlib.AbstractContextManager[
 
 def _threads(settings: StoreSettings) -> int:
     return READS_PER_THREAD * settings.io_threads
+
+
+def _readers(directory: str, settings: StoreSettings) -> Workers:
+    """The reading threads; for an object store, at least as many as requests that run at the same time."""
+    least = settings.object_store.concurrency if is_url(directory) else 0
+    return shared_workers(max(_threads(settings), least), "jaxckpt-read")
 
 
 def _empty_boxes(wanted: Sequence[Wanted]) -> Generator[ReadBox]:
@@ -258,11 +264,20 @@ class Reading:
 
     def _read_and_verify(self, run: Run, memory: np.ndarray) -> None:
         at = run.start
-        for start, stop in _pieces(run, self._manifest.block_bytes):
+        for start, stop in self._pieces(run):
             at = self._read_up_to(run, memory, at, stop)
             self._verify_all(run, memory, start, stop)
             if self._progress is not None:
                 self._progress(stop - start)
+
+    def _pieces(self, run: Run) -> Generator[tuple[int, int]]:
+        """Cut a run into read calls: a run of one chunk into groups of whole blocks, a coalesced run not at all."""
+        first, end, block_bytes = run.reads[0].start, run.reads[-1].stop, self._manifest.block_bytes
+        step = PIECE_BLOCKS * block_bytes if len(run.reads) == 1 else end - first
+        if step < end - first:
+            step = max(step, self._sources.piece_bytes(run.segment) // block_bytes * block_bytes)
+        for start in range(first, end, step):
+            yield start, min(start + step, end)
 
     def _read_up_to(self, run: Run, memory: np.ndarray, at: int, stop: int) -> int:
         """Read whole pages from `at` to at least `stop`; no page twice, because verified memory must not change."""
@@ -381,14 +396,6 @@ class _CopySpace:
         return target
 
 
-def _pieces(run: Run, block_bytes: int) -> Generator[tuple[int, int]]:
-    """Cut a run into read calls: a run of one chunk into groups of whole blocks, a coalesced run not at all."""
-    first, end = run.reads[0].start, run.reads[-1].stop
-    step = PIECE_BLOCKS * block_bytes if len(run.reads) == 1 else end - first
-    for start in range(first, end, step):
-        yield start, min(start + step, end)
-
-
 def _part(piece: np.ndarray, dtype: np.dtype, use: Use, chunk: ChunkRecord) -> np.ndarray:
     """The part of a chunk that a box needs, as an array with the chunk's strides over the bytes that contain it."""
     shape = box_shape(chunk.box)
@@ -406,6 +413,7 @@ class Sources:
     def __init__(self, files: Opener, committed: Committed, settings: StoreSettings, segments: Iterable[int]) -> None:
         self._files, self._committed, self.directory = files, committed, committed.directory
         self._direct, self._is_verified = settings.direct_io, settings.verify_on_load
+        self._concurrency = settings.object_store.concurrency
         self._left = Counter(segments)
         self._open: dict[int, Source] = {}
         self._in_use: Counter[int] = Counter()
@@ -415,17 +423,32 @@ class Sources:
     @time_limited
     def open(self) -> None:
         """Open the segments, or the first of them."""
-        for number in sorted(self._left)[:OPEN_AT_ONCE]:
-            self._share(number, self._open_segment(number))
-            report_progress()
+        numbers = sorted(self._left)[:OPEN_AT_ONCE]
+        if is_url(self.directory):  # each takes a request
+            openers = shared_workers(self._concurrency, "jaxckpt-open")
+            openers.run_all(lambda number: self._share(number, self._open_segment(number)), numbers)
+        else:
+            for number in numbers:
+                self._share(number, self._open_segment(number))
+                report_progress()
         if self._left:
             self._check_unchanged()
 
     def read_into(self, segment: int, offset: int, data: np.ndarray, needed: int) -> None:
         """As `Source.read_into`, from a segment."""
+        with self._acquired(segment) as source:
+            source.read_into(offset, data, needed)
+
+    def piece_bytes(self, segment: int) -> int:
+        """As `Divided.piece_bytes`, of a segment; 0: its reads are not divided."""
+        with self._acquired(segment) as source:
+            return source.piece_bytes if isinstance(source, Divided) else 0
+
+    @contextlib.contextmanager
+    def _acquired(self, segment: int) -> Iterator[Source]:
         source = self._acquire(segment)
         try:
-            source.read_into(offset, data, needed)
+            yield source
         finally:
             with self._lock:
                 self._in_use[segment] -= 1

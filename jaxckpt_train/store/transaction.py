@@ -443,7 +443,7 @@ class ObjectAttempt(StepAttempt):
             raise CheckpointExistsError(f"{self.final}: another checkpoint was saved there meanwhile; {self._if_taken}")
         for name in self._others:
             try:
-                self._backend.remove(f"{self.final}/{name}/{COMMIT_NAME}")
+                objects.remove_objects([f"{self.final}/{name}/{COMMIT_NAME}"])
                 self._backend.remove(f"{self.final}/{name}")
             except StorageError as error:
                 _log.warning("%s is saved, but %s of an earlier save was not removed: %s", self.final, name, error)
@@ -564,10 +564,10 @@ def refuse_temporary_name(final: str) -> None:
 @time_limited
 def refuse_existing(backend: Backend, final: str, replace: bool, how: str = "pass overwrite=True") -> None:
     """Raise CheckpointExistsError unless the name is free, or only holds a checkpoint that is to be replaced."""
-    if not file_exists(backend, final):
-        return
     if is_url(final):
         _refuse_existing_object(backend, final, replace, how)
+        return
+    if not file_exists(backend, final):
         return
     # A single look may see a directory that another process has just replaced and is removing, so look again.
     # A partly removed directory counts as a checkpoint if a crash interrupted its replacement in place: then the new

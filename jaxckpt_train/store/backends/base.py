@@ -124,6 +124,17 @@ class Source(Protocol):
         """Release the file."""
 
 
+@runtime_checkable
+class Divided(Protocol):
+    """An optional ability of sources: a long read is divided into requests, which run at the same time.
+
+    Attributes:
+        piece_bytes: how much one read should ask for, if so much is wanted.
+    """
+
+    piece_bytes: int
+
+
 class Opener(Protocol):
     """Opens files for reading. Every failure of the system is a StorageError with its errno."""
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError, SettingsError, StorageError
-from jaxckpt_train.settings import KIB, MIB, ObjectStoreSettings
+from jaxckpt_train.settings import KIB, ObjectStoreSettings
 from jaxckpt_train.store.backends.base import Entry, StoredRecord, storage_error
 from jaxckpt_train.store.threads import PerProcess, shared_workers
 from jaxckpt_train.store.timeouts import report_progress
@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # `jaxckpt --help` imports this module, and needs neither
 
 FIRST_BYTES = 256 * KIB
 """How much of a small file is read when it is opened, so that most of them take one request."""
-REQUEST_BYTES = 8 * MIB
-"""The size of the requests that one read is divided into."""
+ROUNDS_AT_ONCE = 4
+"""How often the concurrent requests of one read are renewed: the next read waits for the last of them."""
 MAX_RECORD_BYTES = 64 << 20
 _DELETED_AT_ONCE = 1000
 _SCHEMES = {"s3": "s3", "gs": "gs", "az": "azure"}
@@ -200,25 +200,21 @@ class ObjectBackend:
         return _Upload(path, self._at(path), self._settings)
 
     def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> _ObjectSource:
-        """Open an object. With `direct` False, a small one is read at once."""
+        """Open an object, and read its beginning: a small one takes no other request."""
         import obstore
 
-        path = f"{directory}/{name}"
+        path, first = f"{directory}/{name}", b""
         with _storage_errors("open the object", path):
             store, key = self._at(path)
-            first = b""
-            if direct is not False:
+            try:
+                result = obstore.get(store, key, options={"range": (0, FIRST_BYTES)})
+                found, first = result.meta, bytes(result.bytes())
+            except Exception as error:  # an empty object has no first byte
+                if isinstance(error, (FileNotFoundError, PermissionError)):
+                    raise
                 found = obstore.head(store, key)
-            else:
-                try:
-                    result = obstore.get(store, key, options={"range": (0, FIRST_BYTES)})
-                    found, first = result.meta, bytes(result.bytes())
-                except Exception as error:  # an empty object has no first byte
-                    if isinstance(error, (FileNotFoundError, PermissionError)):
-                        raise
-                    found = obstore.head(store, key)
-                    if found["size"]:
-                        raise
+                if found["size"]:
+                    raise
             return _ObjectSource(path, _Place(store, key), found["size"], found["last_modified"], first, self._settings)
 
     def write_new(self, path: str, data: bytes) -> bool:
@@ -526,7 +522,6 @@ class _ObjectSource:
     """An object that is being read. Its name has never stood for other content, except for a record."""
 
     alignment = 1
-    piece_bytes = 8 * REQUEST_BYTES
 
     def __init__(
         self,
@@ -539,6 +534,7 @@ class _ObjectSource:
     ) -> None:
         self._path, self._place, self._settings = path, place, settings
         self.size, self._first = size, first
+        self.piece_bytes = ROUNDS_AT_ONCE * settings.concurrency * settings.part_bytes
         self.modified_ns = int(modified.timestamp() * 10**9)
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
@@ -548,10 +544,9 @@ class _ObjectSource:
         stop = min(offset + len(data), self.size)
         if stop - offset < needed:
             raise CorruptCheckpointError(f"{self._path}: ends at byte {self.size}, expected more")
-        if stop <= len(self._first):
-            data[: stop - offset] = np.frombuffer(self._first, np.uint8)[offset:stop]
-            return
-        spans = [(at, min(at + REQUEST_BYTES, stop)) for at in range(offset, stop, REQUEST_BYTES)]
+        begin, width = max(offset, min(len(self._first), stop)), self._settings.part_bytes
+        data[: begin - offset] = np.frombuffer(self._first, np.uint8)[offset:begin]
+        spans = [(at, min(at + width, stop)) for at in range(begin, stop, width)]
 
         def fetch(span: tuple[int, int]) -> None:
             import obstore
