@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import MismatchError, SettingsError, StorageError
 from jaxckpt_train.formats.orbax_names import STEP_METADATA, TREE_METADATA
-from jaxckpt_train.formats.orbax_read import ARRAY_METADATAS, METRICS, STRINGS, VALUE
-from jaxckpt_train.formats.tensorstore_reads import system_error, tensorstore
+from jaxckpt_train.formats.orbax_read import ARRAY_METADATAS, DONE, METRICS, STRINGS, VALUE
+from jaxckpt_train.formats.tensorstore_reads import kvstore_of, system_error, tensorstore
 from jaxckpt_train.pytree.leaves import (
     ROOT,
     EmptyLeaf,
@@ -89,7 +90,8 @@ def export_orbax(
     start_ns = time.time_ns()
     with atomic_directory(backend, final, settings) as attempt:
         attempt.add_folder(item)
-        with _Writes(f"{attempt.directory}/{item}", min(AHEAD_BYTES, settings.read_budget_bytes), progress) as writes:
+        ahead_bytes = min(AHEAD_BYTES, settings.read_budget_bytes)
+        with _Writes(backend, f"{attempt.directory}/{item}", ahead_bytes, progress) as writes:
             for leaf in leaves:
                 _write_leaf(files, committed, settings, leaf, writes)
         attempt.track_folder(item)
@@ -110,6 +112,9 @@ def export_orbax(
             "custom_metadata": custom if isinstance(custom, Mapping) else {},
         }
         attempt.write_file(STEP_METADATA, msgspec.json.encode(metadata))
+        for folder in (*handlers, "") if is_url(final) else ():  # where Orbax takes a folder without it for unfinished
+            name = f"{folder}/{DONE}".removeprefix("/")
+            attempt.write_file(name, f"Commit successful to {final}".encode())
     return item
 
 
@@ -258,8 +263,8 @@ class _Writes:
     `ahead_bytes` limits the data that is held until it is written, in addition to a batch and the box being read.
     """
 
-    def __init__(self, directory: str, ahead_bytes: int, progress: ReadProgress | None) -> None:
-        self._ts = tensorstore("export: Orbax arrays are written")
+    def __init__(self, backend: Backend, directory: str, ahead_bytes: int, progress: ReadProgress | None) -> None:
+        self._ts, self._base = tensorstore("export: Orbax arrays are written"), kvstore_of(backend, directory)
         self._context = self._ts.Context({"file_io_concurrency": {"limit": 16}})
         self.directory, self._progress = directory, progress
         self._waiting: collections.deque[tuple[int, int, Any]] = collections.deque()
@@ -285,7 +290,7 @@ class _Writes:
     def create(self, name: str, shape: Sequence[int], dtype: str, chunk: Sequence[int], batch: Any) -> Any:
         database = {
             "driver": "ocdbt",
-            "base": {"driver": "file", "path": f"{self.directory}/"},
+            "base": self._base,
             "path": f"{name}/" if name else "",  # the name is empty if the tree is a single array
             "config": _DATABASE,
         }

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, SettingsError, StorageError
 from jaxckpt_train.formats.foreign import PieceCache, Segments, array_record, check_shape, foreign_call, grid_boxes
 from jaxckpt_train.formats.orbax_names import OCDBT, ZARR
-from jaxckpt_train.store.backends.base import MISSING, Backend, storage_error
+from jaxckpt_train.store.backends.base import MISSING, Backend, objects_of, storage_error
 from jaxckpt_train.store.boxes import Box
 from jaxckpt_train.store.manifest import ArrayRecord, shown
 from jaxckpt_train.store.process_identity import memory_bytes
@@ -39,6 +40,9 @@ MOST_METADATA_BYTES = 64 << 20  # of the metadata file of an array or a database
 MORE_STORED = 1 << 20  # the largest excess of a stored chunk over its decoded size, for its header
 LARGE_CHUNK_BYTES = 1 << 30  # a chunk up to this size may be larger than its array
 _SYSTEM_ERROR = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")  # in messages of different versions
+# What object stores answer that says nothing about the data.
+_REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
+_NETWORK_ERROR = re.compile(rf"({'|'.join(_REFUSED)}|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED): ")
 _STARTED = "/tensorstore/thread_pool/started"  # TensorStore's count of the threads started in this process
 _OF_THE_NAME = MISSING | {errno.ENAMETOOLONG}  # no file can have this name, so the metadata with the name is damaged
 _threads_of: int | None = None  # the process that was forked after TensorStore had started threads in it
@@ -91,7 +95,10 @@ def read_error(error: ValueError, problem: str) -> CheckpointError:
 
 def _code_of(error: Exception) -> int | None:
     found = _SYSTEM_ERROR.search(str(error))
-    return int(found[1]) if found else None
+    if found:
+        return int(found[1])
+    status = _NETWORK_ERROR.match(str(error))
+    return None if status is None else errno.EACCES if status[1] in _REFUSED else errno.EIO
 
 
 class OrbaxArray(NamedTuple):
@@ -131,7 +138,9 @@ def open_arrays(
     context = ts.Context(
         {"cache_pool#nodes": {"total_bytes_limit": CACHED_BYTES}, "file_io_concurrency": {"limit": 16}}
     )
-    specs = {leaf: _spec(directory, name, use_ocdbt, use_zarr3, databases, is_whole) for leaf, name in names.items()}
+    specs = {
+        leaf: _spec(backend, directory, name, use_ocdbt, use_zarr3, databases, is_whole) for leaf, name in names.items()
+    }
     stores = _open_stores(directory, names, specs, context)
     cache, found = PieceCache(), dict[str, OrbaxArray]()
     for leaf, store in stores.items():
@@ -169,16 +178,27 @@ def _naming_leaf(directory: str, leaf: str, name: str) -> Iterator[None]:
         raise read_error(error, f"{directory}: leaf {leaf!r}: the array {name!r} cannot be opened") from error
 
 
+def kvstore_of(backend: Backend, directory: str) -> dict[str, Any]:
+    """Describe a directory for TensorStore. Raises SettingsError: it has no driver for this kind of storage."""
+    return objects_of(backend).kvstore(directory) if is_url(directory) else {"driver": "file", "path": f"{directory}/"}
+
+
 def _spec(
-    directory: str, name: str, use_ocdbt: bool, use_zarr3: bool, databases: Collection[str], is_whole: bool
+    backend: Backend,
+    directory: str,
+    name: str,
+    use_ocdbt: bool,
+    use_zarr3: bool,
+    databases: Collection[str],
+    is_whole: bool,
 ) -> dict[str, Any]:
     spec = {"driver": "zarr3" if use_zarr3 else "zarr", "fill_missing_data_reads": not is_whole}
     folder, _, last = name.rpartition("/")
     if folder and folder in databases:
         directory, name, use_ocdbt = f"{directory}/{folder}", last, True
     if not use_ocdbt:  # with an empty name, the array is stored in the directory of the item
-        return spec | {"kvstore": {"driver": "file", "path": f"{directory}/{name}/" if name else f"{directory}/"}}
-    base = {"driver": "file", "path": f"{directory}/"}
+        return spec | {"kvstore": kvstore_of(backend, f"{directory}/{name}" if name else directory)}
+    base = kvstore_of(backend, directory)
     return spec | {"kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": "cache_pool#nodes"}}
 
 

@@ -169,7 +169,8 @@ class Attempt:
 
     def track_folder(self, name: str) -> None:
         """Have the commit sync the files that other code wrote into a folder of the attempt, without reading them."""
-        list(self._track(name))
+        if self._sync:
+            list(self._track(name))
 
     def _track(self, name: str) -> Iterator[tuple[str, Entry]]:
         """Yield what is below a folder with its path in the attempt, and have the commit sync it."""

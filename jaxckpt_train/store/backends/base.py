@@ -10,7 +10,7 @@ import errno
 import os
 import re
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from jaxckpt_train.errors import SettingsError, StorageError
 
@@ -199,6 +199,9 @@ class Objects(Storage, Protocol):
 
     def remove_objects(self, paths: Sequence[str]) -> None:
         """Remove objects of one bucket, many in one request. Missing ones are not an error."""
+
+    def kvstore(self, directory: str) -> dict[str, Any]:
+        """Describe a prefix for TensorStore, which has clients of its own. Raises SettingsError: it cannot reach it."""
 
     def probe(self, directory: str) -> None:
         """Raise StorageError if the endpoint ignores the conditions of puts, or refuses to write."""

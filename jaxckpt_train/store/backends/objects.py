@@ -134,6 +134,7 @@ _ENDPOINT_VARIABLES = {
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
+_REGION_VARIABLES = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _clients = _Clients()
 
 
@@ -402,6 +403,36 @@ class ObjectBackend:
                     return False
                 raise
         return True
+
+    def kvstore(self, directory: str) -> dict[str, Any]:
+        """Describe a prefix for TensorStore. Its credentials are those that it finds in the environment."""
+        scheme, _, rest = directory.partition("://")
+        bucket, _, key = rest.partition("/")
+        settings, place = self._settings, {"bucket": bucket, "path": f"{key}/"}
+        retries = {"max_retries": max(1, settings.retries)}
+        if scheme == "az":
+            raise SettingsError(
+                f"{directory}: TensorStore, which reads and writes the arrays of Orbax, has no driver for az://: use a "
+                "local directory, and copy it from or to the object store"
+            )
+        if any("access_key" in name.lower() for name in settings.options):
+            raise SettingsError(
+                f"{directory}: TensorStore, which reads and writes the arrays of Orbax, takes no credentials from "
+                "object_store.options: set the variables of the environment, such as AWS_ACCESS_KEY_ID"
+            )
+        if scheme == "gs":
+            if settings.endpoint is not None:
+                raise SettingsError(
+                    f"{directory}: TensorStore, which reads and writes the arrays of Orbax, takes its endpoint for "
+                    "gs:// from the variable TENSORSTORE_GCS_HTTP_URL only: set it, and not object_store.endpoint"
+                )
+            return {"driver": "gcs", **place, "gcs_request_retries": retries}
+        variables = {name: os.environ.get(name) for name in (*_ENDPOINT_VARIABLES["s3"], *_REGION_VARIABLES)}
+        endpoint = settings.endpoint or next(filter(None, map(variables.get, _ENDPOINT_VARIABLES["s3"])), None)
+        region = settings.region or next(filter(None, map(variables.get, _REGION_VARIABLES)), "us-east-1")
+        found = {"driver": "s3", **place, "aws_region": region, "s3_request_retries": retries}
+        found |= {} if endpoint is None else {"endpoint": endpoint}
+        return found | ({"aws_credentials": {"type": "anonymous"}} if settings.anonymous else {})
 
     def probe(self, directory: str) -> None:
         """Check that the endpoint honours conditions, once for each bucket.
