@@ -12,7 +12,7 @@ from jaxckpt_train.formats.step_folders import FlaxFile
 from jaxckpt_train.pytree.leaves import TreeRecord, decode_tree, has_tree
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import GONE, Backend, Opener
-from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.committed import Committed, checkpoint_path
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.threads import unlocked_cached_property
 
@@ -40,8 +40,13 @@ class Opened:
 
     @property
     def path(self) -> str:
-        """The path of the checkpoint."""
+        """The directory with the files of the checkpoint."""
         return self.committed.directory
+
+    @property
+    def location(self) -> str:
+        """The path by which users know the checkpoint."""
+        return checkpoint_path(self.path)
 
     @unlocked_cached_property
     def trees(self) -> Mapping[str, TreeRecord]:

@@ -156,7 +156,7 @@ def _checkpoint_json(opened: Opened, leaves: dict[str, Leaf], items: list[_Item]
                 {"file": item.file, "value": item.value, "problem": item.why_not or None} for item in files
             ]
     return {
-        "path": opened.path,
+        "path": opened.location,
         "kind": opened.kind,
         **metadata_of(opened),
         "parts": parts,
@@ -187,7 +187,7 @@ def _cut(text: str, most: int = MAX_CHARACTERS) -> str:
 
 def _print_checkpoint(opened: Opened, leaves: dict[str, Leaf], items: list[_Item]) -> None:
     about = metadata_of(opened)
-    print_text(f"{opened.path}  ({opened.kind})")
+    print_text(f"{opened.location}  ({opened.kind})")
     for name in ("step", "created", "metrics", "custom_metadata", "versions"):
         if about.get(name) not in (None, {}, ""):
             print_text(f"{name}: {about[name]}")
@@ -245,8 +245,8 @@ def diff(
     if as_json:
         print_json(
             {
-                "a": first.path,
-                "b": second.path,
+                "a": first.location,
+                "b": second.location,
                 "equal": len(equal),
                 "differences": [_diff_json(each) for each in differing],
                 "skipped_a": first.skipped,
@@ -325,7 +325,7 @@ def stats(
             _add_values(opened, arrays, bins, advance)
     leaves = [_stats_json(name, array, found[name], bins.get(name)) for name, array in arrays.items()]
     if as_json:
-        print_json({"path": opened.path, "leaves": leaves, "skipped": opened.skipped})
+        print_json({"path": opened.location, "leaves": leaves, "skipped": opened.skipped})
     elif not leaves:
         print(f"none of {counted(len(chosen), 'leaf', 'leaves')} is an array")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import math
 import os
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from jaxckpt_train._validation import stated_mode
+from jaxckpt_train._validation import is_url, stated_mode
 from jaxckpt_train.cli.output import (
     BACKEND,
     Checkpoint,
@@ -37,16 +38,18 @@ from jaxckpt_train.inspection.copying import (
     remove_checkpoint,
 )
 from jaxckpt_train.inspection.health import PrunePlan, plan_pruning
-from jaxckpt_train.inspection.runs import StepStatus, inspect_run, open_at
+from jaxckpt_train.inspection.runs import StepStatus, current_names, inspect_run, open_at
 from jaxckpt_train.inspection.units import bytes_text
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.policies.context import PreservationPolicy
 from jaxckpt_train.policies.preservation import BestN, EveryNSteps, LatestN
+from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import check_step, parse_step_name
 from jaxckpt_train.run.lock import OwnerLock
-from jaxckpt_train.run.maintenance import Pruning, owned_run
+from jaxckpt_train.run.maintenance import DELETE_GRACE_S, Pruning, owned_run
 from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.store.backends.base import is_storage_failure
+from jaxckpt_train.store.committed import Committed, checkpoint_path, is_gone
 from jaxckpt_train.store.files import file_exists
 from jaxckpt_train.store.verify import first_damage, verify_opened
 
@@ -56,6 +59,11 @@ Destination = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")]
 MIB = 1 << 20
+_LATER = (
+    f"Readers may have opened the data, so it is removed {DELETE_GRACE_S / 60:.0f} minutes later, by the next process "
+    "that owns the run for that long, such as a training. To wait for it: `jaxckpt prune --yes --wait "
+    f"{DELETE_GRACE_S:.0f}`"
+)
 
 
 def cp(
@@ -73,21 +81,22 @@ def cp(
     """
     source = open_at(BACKEND, absolute(src), step)
     final = destination(BACKEND, dst, source)
-    nbytes = _copy(source, final, overwrite, check, as_json)
-    _print_copy(source, final, nbytes, {"read_again": check}, "copied", as_json)
+    done = _copy(source, final, overwrite, check, as_json)
+    _print_copy(source, done, {"read_again": check}, "copied", as_json)
 
 
-def _print_copy(source: Opened, final: str, nbytes: int, how: dict[str, bool], done: str, as_json: bool) -> None:
+def _print_copy(source: Opened, done: Committed, how: dict[str, bool], what: str, as_json: bool) -> None:
+    final = checkpoint_path(done.directory)
     if as_json:
-        print_json({"source": source.path, "path": final, "bytes": nbytes, **how, "skipped": source.skipped})
+        document = {"source": source.location, "path": final, "bytes": done.data_bytes}
+        print_json({**document, **how, "skipped": source.skipped})
     else:
-        print_text(f"{source.path} -> {final}: {bytes_text(nbytes)} {done}")
+        print_text(f"{source.location} -> {final}: {bytes_text(done.data_bytes)} {what}")
 
 
-def _copy(source: Opened, final: str, overwrite: bool, check: bool, as_json: bool) -> int:
+def _copy(source: Opened, final: str, overwrite: bool, check: bool, as_json: bool) -> Committed:
     with progress("copying", source.committed.data_bytes * (1 + check), as_json) as advance:
-        done = copy_checked(BACKEND, source, final, replace=overwrite, every_byte=check, progress=advance)
-    return done.data_bytes
+        return copy_checked(BACKEND, source, final, replace=overwrite, every_byte=check, progress=advance)
 
 
 def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = False, as_json: Json = False) -> None:
@@ -100,17 +109,22 @@ def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = 
     refuse_other_tools(source)
     run, name = os.path.split(source.path)
     if parse_step_name(name) is None:
-        refuse_to_remove_checkpoint(BACKEND, source.path)
-        nbytes = _copy(source, final, overwrite, True, as_json)
-        remove_checkpoint(BACKEND, source.path)
+        refuse_to_remove_checkpoint(BACKEND, source)
+        done = _copy(source, final, overwrite, True, as_json)
+        remove_checkpoint(BACKEND, source)
     else:
+        if is_url(run) and os.path.dirname(final) == run:
+            raise SettingsError(f"{final}: expected a path outside of the run of the step, found one in it")
         with owned_run(BACKEND, run) as owned:
             refuse_to_remove_step(BACKEND, owned, run, name)
-            nbytes = _copy(source, final, overwrite, True, as_json)
+            done = _copy(source, final, overwrite, True, as_json)
             owned.held.deleter.delete([name])  # ends before the run is released
-    if file_exists(BACKEND, source.path):
-        raise StorageError(errno.EBUSY, f"was copied to {final}, but the source was not removed", source.path)
-    _print_copy(source, final, nbytes, {"removed": True}, "moved", as_json)
+    is_step_at_url = is_url(run) and parse_step_name(name) is not None
+    if name in current_names(BACKEND, run) if is_step_at_url else file_exists(BACKEND, source.path):
+        raise StorageError(errno.EBUSY, f"was copied to {final}, but the source was not removed", source.location)
+    _print_copy(source, done, {"removed": True}, "moved", as_json)
+    if is_step_at_url and not as_json:
+        print(_LATER)
 
 
 def pin(
@@ -150,6 +164,10 @@ def prune(
         typer.Option("--check/--no-check", help="Verify the newest step first: only a valid step may replace others."),
     ] = True,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete the steps. Without it, nothing changes.")] = False,
+    wait: Annotated[
+        float | None,
+        option("At a URL: wait for readers, this many seconds, then remove the data of all deleted steps.", "--wait"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Delete the steps of a run that none of the given rules keeps. Without --yes, only list them.
@@ -159,12 +177,16 @@ def prune(
     is damaged or cannot be read.
     """
     directory, pruning = absolute(run), Pruning(_policies(keep_latest, keep_every, keep_best, metric, mode))
-    failed, owned_by = list[str](), None
+    failed, owned_by, is_later = list[str](), None, is_url(directory) and wait is None
+    if wait is not None and not (yes and is_url(directory) and 0 <= wait < math.inf):
+        raise SettingsError("--wait: expected seconds, with --yes and the URL of a run; on a disk, nothing has to wait")
     if yes:
-        with owned_run(BACKEND, directory, pruning) as owned:
+        with owned_run(BACKEND, directory, pruning, delete_grace_s=DELETE_GRACE_S if wait is None else wait) as owned:
             plan = _plan(directory, pruning, check, as_json)
             owned.retain()  # syncs the kept steps before it deletes others
-        there = {entry.name for entry in BACKEND.list(directory)}
+            if wait is not None:
+                _remove_data(owned, wait)
+        there = current_names(BACKEND, directory)
         failed = [step.name for step in plan.going if step.name in there]
     else:
         plan = _plan(directory, pruning, check, as_json)
@@ -176,13 +198,20 @@ def prune(
             {"step": step.step, "name": step.name, "bytes": step.nbytes, "goes": fate.goes, "why": fate.why}
             for step, fate in plan.steps
         ]
-        print_json({**document, "failed": failed, "owner": owned_by, "steps": steps})
+        print_json({**document, "data_stays": yes and is_later, "failed": failed, "owner": owned_by, "steps": steps})
     else:
-        _print(plan, yes, failed, owned_by)
+        _print(plan, yes, failed, owned_by, is_later)
     if failed:
         raise typer.Exit(int(Code.REFUSED))
     if plan.broken:
         raise typer.Exit(int(Code.WRONG))
+
+
+def _remove_data(owned: RunDirectory, wait_s: float) -> None:
+    """Remove the data of deleted steps on an object store, also that of earlier deletions, after a time for readers."""
+    owned.held.deleter.wait()  # from here the time runs
+    time.sleep(wait_s)
+    owned.held.deleter.remove_due()  # ends before the run is released
 
 
 def _policies(
@@ -211,7 +240,7 @@ def _plan(directory: str, pruning: Pruning, check: bool, as_json: bool) -> Prune
         return plan_pruning(BACKEND, directory, pruning, now, every_byte=check, reading=advance)
 
 
-def _print(plan: PrunePlan, yes: bool, failed: list[str], owned_by: str | None) -> None:
+def _print(plan: PrunePlan, yes: bool, failed: list[str], owned_by: str | None, is_later: bool) -> None:
     deleted = "deleted" if yes else "delete"
     rows = []
     for step, fate in plan.steps:
@@ -221,6 +250,8 @@ def _print(plan: PrunePlan, yes: bool, failed: list[str], owned_by: str | None) 
     count, freed = f"{len(plan.going):,} of {len(plan.steps):,} steps", bytes_text(plan.freed_bytes)
     if failed:
         print(f"{len(failed):,} steps could not be deleted; see the warnings. The next process of the run tries again.")
+    elif yes and is_later and plan.going:
+        print(f"{count} deleted, {freed} to be freed. {_LATER}")
     elif yes:
         print(f"{count} deleted, {freed} freed")
     else:
@@ -238,10 +269,15 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
     refuse_other_tools(opened)
     with progress("verifying", None, as_json):
         report = verify_opened(BACKEND, opened.committed, opened.settings)
-    if not report.ok and not file_exists(BACKEND, opened.path):
-        raise StepNotFoundError(f"{opened.path}: was removed while it was being read")
+    if not report.ok and _is_removed(opened.path):
+        raise StepNotFoundError(f"{opened.location}: was removed while it was being read")
     if as_json:
-        document = {"path": opened.path, "ok": report.ok, "bytes": report.checked_bytes, "problems": report.problems}
+        document = {
+            "path": opened.location,
+            "ok": report.ok,
+            "bytes": report.checked_bytes,
+            "problems": report.problems,
+        }
         print_json({**document, "damaged": report.is_damaged, "skipped": opened.skipped})
     else:
         for problem in report.problems:
@@ -249,11 +285,16 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
         total, compared = opened.committed.data_bytes, bytes_text(report.checked_bytes)
         compared += "" if report.checked_bytes == total else f" of {bytes_text(total)}"
         state = "ok" if report.ok else "DAMAGED" if report.is_damaged else "CANNOT BE READ"
-        print_text(f"{opened.path}: {state}, {compared} compared")
+        print_text(f"{opened.location}: {state}, {compared} compared")
     if report.is_damaged or (report.ok and opened.skipped):
         raise typer.Exit(int(Code.WRONG))
     if not report.ok:
         raise typer.Exit(int(Code.REFUSED))
+
+
+def _is_removed(path: str) -> bool:
+    """Return whether a checkpoint is gone. On an object store its data may stay for a while."""
+    return is_gone(BACKEND, path) if is_url(path) else not file_exists(BACKEND, path)
 
 
 def scrub(
@@ -313,6 +354,6 @@ def _scrub(directory: str, statuses: list[StepStatus], pace: _Pace) -> list[dict
                 is_damaged = problem is not None
             except CheckpointError as error:
                 problem, is_damaged = str(error), not is_storage_failure(error)
-        if problem is None or status.name in {entry.name for entry in BACKEND.list(directory)}:
+        if problem is None or status.name in current_names(BACKEND, directory):
             found.append({"name": status.name, "problem": problem, "damaged": is_damaged})
     return found

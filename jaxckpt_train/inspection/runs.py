@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -32,12 +33,14 @@ from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import GONE, Backend, is_storage_failure
 from jaxckpt_train.store.backends.local_names import real_path
-from jaxckpt_train.store.committed import diagnose_uncommitted, is_gone, open_committed, read_committed
+from jaxckpt_train.store.committed import RECORD_NAME, diagnose_uncommitted, is_gone, open_committed, read_committed
 from jaxckpt_train.store.files import is_file, open_recorded
 from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord
 from jaxckpt_train.store.segment import DTYPES
+from jaxckpt_train.store.threads import shared_workers
 from jaxckpt_train.store.verify import first_damage
 
+READS_AT_ONCE = 8  # manifests of a run on an object store
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -67,26 +70,45 @@ def inspect_run(backend: Backend, directory: str) -> list[StepStatus]:
 
     Steps that the owner of the run deletes in the meantime are left out.
     """
+    if not is_url(directory):
+        _refuse_missing(backend, directory)
+    entries, record = scan_with_record(backend, directory)
+    left = left_behind(entries, record.record.roll_back)
+    line = [entry for entry in entries if entry.name not in left]
+    intact = [entry for entry in line if entry.damaged is None]
+    current = {entry.name for entry in [*newest_generations(line), *newest_generations(intact)]}
+    inspect = functools.partial(_inspect_step, backend, directory, current)
+    if is_url(directory):
+        found = [*shared_workers(READS_AT_ONCE, "jaxckpt-inspect").run_each(inspect, entries)]
+    else:
+        found = [*map(inspect, entries)]
+    if not record.has_steps:
+        found += _uncommitted_steps(backend, directory, {entry.name for entry in entries})
+    if any(status.problem is not None for status in found):  # perhaps because the owner has deleted it meanwhile
+        names = current_names(backend, directory)
+        found = [status for status in found if status.problem is None or status.name in names]
+    return sorted(found, key=lambda each: (each.step, each.name))
+
+
+def _refuse_missing(backend: Backend, directory: str) -> None:
     try:
         backend.list(directory)
     except StorageError as error:
         if error.errno not in {*GONE, errno.ENOTDIR}:
             raise
         raise NotACheckpointError(f"{directory}: expected a directory, found none") from error
-    entries, record = scan_with_record(backend, directory)
-    left = left_behind(entries, record.record.roll_back)
-    line = [entry for entry in entries if entry.name not in left]
-    intact = [entry for entry in line if entry.damaged is None]
-    current = {entry.name for entry in [*newest_generations(line), *newest_generations(intact)]}
-    found = [_inspect_step(backend, directory, entry, entry.name in current) for entry in entries]
-    found += _uncommitted_steps(backend, directory, {entry.name for entry in entries})
-    if any(status.problem is not None for status in found):  # perhaps because the owner has deleted it meanwhile
-        names = {entry.name for entry in backend.list(directory)}
-        found = [status for status in found if status.problem is None or status.name in names]
-    return sorted(found, key=lambda each: (each.step, each.name))
 
 
-def _inspect_step(backend: Backend, directory: str, entry: Entry, is_current: bool) -> StepStatus:
+def current_names(backend: Backend, directory: str) -> set[str]:
+    """Return the names in a run directory. On an object store, where the data of deleted steps stays: of its steps."""
+    if is_url(directory):
+        record = FoundRecord(backend, directory)
+        if record.has_steps:
+            return {*(record.record.steps or ())}
+    return {entry.name for entry in backend.list(directory)}
+
+
+def _inspect_step(backend: Backend, directory: str, current: Collection[str], entry: Entry) -> StepStatus:
     nbytes, problem, refusal = None, None, None
     try:
         nbytes = _data_bytes(backend, f"{directory}/{entry.name}")
@@ -94,7 +116,7 @@ def _inspect_step(backend: Backend, directory: str, entry: Entry, is_current: bo
         problem, refusal = str(error), _refusal(error)
     if problem is None and entry.damaged is not None:
         problem = f"set aside as damaged: {entry.damaged}"
-    return StepStatus(entry.name, entry.step, entry, nbytes, is_current, problem, refusal)
+    return StepStatus(entry.name, entry.step, entry, nbytes, entry.name in current, problem, refusal)
 
 
 def _refusal(error: CheckpointError) -> CheckpointError | None:
@@ -212,6 +234,8 @@ def _is_newer(status: StepStatus, than: StepStatus | None) -> bool:
 
 def is_run(backend: Backend, directory: str) -> bool:
     """Return whether a directory has the steps, the lock or the history of a run. It may be missing."""
+    if is_url(directory) and backend.read_record(f"{directory}/{RECORD_NAME}") is not None:
+        return True
     names = _names(backend, directory)
     return not names.isdisjoint({LOCK_NAME, HISTORY_NAME}) or _has_steps(names)
 
@@ -328,4 +352,4 @@ def metadata_of(opened: Opened) -> Mapping[str, object]:
 def import_info(opened: Opened) -> Mapping[str, object]:
     """Return the origin of an imported checkpoint for its manifest; its kind is that before the first import."""
     first = None if opened.wrote_tree == OURS else opened.wrote_tree
-    return {"imported_from": opened.path} | ({} if first is None else {IMPORTED_KIND: first})
+    return {"imported_from": opened.location} | ({} if first is None else {IMPORTED_KIND: first})

@@ -17,6 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import CheckpointExistsError
 from jaxckpt_train.inspection.units import (
     bytes_text,
@@ -34,8 +35,8 @@ from jaxckpt_train.report.charts import MOST_METRICS, draw, library, pair_name, 
 from jaxckpt_train.report.gather import Gathered
 from jaxckpt_train.report.series import MOST_BYTES, Limits
 from jaxckpt_train.report.tables import Table, table_of
-from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Backend
-from jaxckpt_train.store.files import read_head
+from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Backend, objects_of
+from jaxckpt_train.store.files import read_head, read_whole
 
 _UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufdd0-\ufdef\ufffe\uffff]")
 MOST_PROBLEMS = 25
@@ -133,7 +134,10 @@ def _policy(scripts: list[str]) -> str:
 def check_place(backend: Backend, path: str) -> bool:
     """Return whether a path is an earlier report, which may be replaced; False: the path does not exist."""
     folder, name = os.path.split(path)
-    if name not in {entry.name for entry in backend.list(folder)}:
+    if is_url(path):
+        if backend.kind(path) != "file":
+            return False
+    elif name not in {entry.name for entry in backend.list(folder)}:
         return False
     if read_head(backend, folder, name, len(MARK)) != MARK.encode():
         raise CheckpointExistsError(
@@ -147,6 +151,11 @@ def write_page(backend: Backend, path: str, page: str) -> None:
     if not check_place(backend, path):
         if not backend.write_new(path, page.encode()):
             raise CheckpointExistsError(f"{path}: another process has just created this file")
+        return
+    if is_url(path):
+        before = read_whole(backend, *os.path.split(path), limit=None).tobytes()
+        if not objects_of(backend).replace(path, page.encode(), before):
+            raise CheckpointExistsError(f"{path}: another process has just replaced it")
         return
     temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIXES[0]}{secrets.token_hex(8)}"
     try:

@@ -116,6 +116,10 @@ def step_not_found(
 
 def leftovers(backend: Backend, directory: str) -> list[str]:
     """The names of the attempts at steps, and of the steps that are being deleted. They are never read."""
+    if is_url(directory):
+        record = FoundRecord(backend, directory)
+        names = _step_names(backend, directory) if record.has_steps else set[str]()
+        return sorted(names - {*(record.record.steps or ())})
     found = list[str]()
     for entry in backend.list(directory):
         of_earlier_version = _DELETING.fullmatch(entry.name)

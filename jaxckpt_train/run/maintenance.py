@@ -18,22 +18,33 @@ from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry, RollBack, left_behind, newest_generations
 from jaxckpt_train.run.history import utc_now
 from jaxckpt_train.run.retention import expired_names, replaced
+from jaxckpt_train.settings import ObjectStoreSettings
 from jaxckpt_train.store.backends.base import Backend
 
+DELETE_GRACE_S = ObjectStoreSettings().delete_grace_s
 PATIENCE_S = 7 * 86400.0  # for deletions; a user can interrupt the wait
 
 
 @contextlib.contextmanager
-def owned_run(backend: Backend, directory: str, policy: PreservationPolicy | None = None) -> Iterator[RunDirectory]:
+def owned_run(
+    backend: Backend,
+    directory: str,
+    policy: PreservationPolicy | None = None,
+    *,
+    may_be_new: bool = False,
+    delete_grace_s: float = DELETE_GRACE_S,
+) -> Iterator[RunDirectory]:
     """Own a run within the context. On exit, its deletions are finished and the lock is released.
 
+    On an object store, the data of deleted steps stays unless `delete_grace_s` is over by then.
+
     Raises:
-        NotACheckpointError: there is no run in the directory.
+        NotACheckpointError: there is no run in the directory, unless it `may_be_new`.
         DirectoryLockedError, StorageError, CheckpointTimeoutError: as `RunDirectory.own`.
     """
-    if not scan(backend, directory):
+    if not may_be_new and not scan(backend, directory):
         raise NotACheckpointError(f"{directory}: expected a run, found a directory without committed steps")
-    run = RunDirectory(backend, directory, policy, utc_now)
+    run = RunDirectory(backend, directory, policy, utc_now, delete_grace_s=delete_grace_s)
     run.log.tends = True
     try:
         try:

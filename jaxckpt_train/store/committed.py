@@ -120,6 +120,12 @@ def is_data_folder(name: str) -> bool:
     return _DATA_FOLDER.fullmatch(name) is not None
 
 
+def checkpoint_path(directory: str) -> str:
+    """The path by which users know the checkpoint in a directory: without the folder that its COMMIT names."""
+    parent, name = os.path.split(directory)
+    return parent if is_url(directory) and is_data_folder(name) else directory
+
+
 def read_pointer(backend: Backend, directory: str) -> bytes | None:
     """The content of a COMMIT; None: there is none."""
     found = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)

@@ -26,7 +26,7 @@ from tests.support.runs import (
     truncate_the_manifest,
 )
 
-KEYS = {"run", "kept_by", "deleted", "bytes", "failed", "owner", "steps"}
+KEYS = {"run", "kept_by", "deleted", "bytes", "data_stays", "failed", "owner", "steps"}
 
 
 def run_with_losses(directory: Path, *losses: float) -> Path:
