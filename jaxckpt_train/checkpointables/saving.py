@@ -41,7 +41,7 @@ from jaxckpt_train.pytree.leaves import encode_tree
 from jaxckpt_train.pytree.partition import JobPartition
 from jaxckpt_train.pytree.snapshot import Snapshot
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Backend
+from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.backends.local import temporary_folder
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.manifest import (
@@ -322,6 +322,27 @@ class CheckpointSave:
                 "it; all processes of a job must save to one directory on shared storage"
             ) from error
 
+    def _refuse_missing(self, segments: Sequence[SegmentRecord], parts: Sequence[PartRecord]) -> None:
+        """In the primary: raise CheckpointError if it does not see the objects that the other processes have put."""
+        if not is_url(self._directory):  # where they have seen the directory
+            return
+        wanted = {each.file for each in segments} | {file.file for part in parts for file in part.files}
+        folders = {name.rpartition("/")[0] for name in wanted}
+        there = {f"{each}/{entry.name}" for each in folders for entry in self._listed(f"{self._directory}/{each}")}
+        if missing := sorted(wanted - there):
+            raise CheckpointError(
+                f"{self._directory}: another process has put {missing[0]}, but process 0 does not see it; all "
+                "processes of a job must reach the same object store: compare their endpoints and credentials"
+            )
+
+    def _listed(self, folder: str) -> Sequence[Entry]:
+        try:
+            return self._backend.list(folder)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return ()
+
     def _write_value(self, part: StagedPart) -> PartIndex:
         files = self._own_value(part)
         if part.own_files is not None and is_url(self._directory):
@@ -395,6 +416,7 @@ class CheckpointSave:
             if any(index.alike != indexes[0].alike for index in indexes):
                 return _DIFFERS
             segments, parts = merge_indexes(self._records, indexes)
+            self._refuse_missing(segments, parts)
         for number, part in enumerate(self.parts):
             self._progress(0)
             if part.own_files is not None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jaxckpt_train._validation import shown
+from jaxckpt_train._validation import is_url, shown
 from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
 from jaxckpt_train.pending import call_within
@@ -218,6 +218,8 @@ class JobSync:
 
     def _look_anew(self) -> None:
         """Open the directory and all its parents, top down, which makes an NFS client ask its server for new names."""
+        if is_url(self._directory):
+            return
         folders = [self._directory]
         while (folder := os.path.dirname(folders[-1])) != folders[-1]:
             folders.append(folder)

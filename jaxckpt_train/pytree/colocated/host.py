@@ -24,8 +24,7 @@ from jaxckpt_train.errors import CheckpointError, NotACheckpointError, OtherProc
 from jaxckpt_train.pytree._jax import enable_x64
 from jaxckpt_train.pytree.placing import converted
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Backend
-from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.backends.by_path import backend_for
 from jaxckpt_train.store.boxes import Box, box_shape
 from jaxckpt_train.store.committed import Committed, is_unchanged
 from jaxckpt_train.store.manifest import (
@@ -56,7 +55,6 @@ VERSION = 1
 """Version of the plans. A host with a package of another version refuses them."""
 _HEAD = struct.Struct("<QQQ")  # version, number of bytes that follow, room for the answer: fixed for all versions
 _LEAST_BYTES = 16 << 10  # room for the text of an error
-_BACKEND: Backend = LocalBackend()
 _SHOWN = 2000
 T = TypeVar("T")
 
@@ -231,7 +229,14 @@ def _write(message: np.ndarray, arrays: Sequence[jax.Array]) -> tuple[int, PartI
     settings = StoreSettings(**plan.settings)
     try:
         written = write_arrays(
-            _BACKEND, directory, plan.part, sources, settings, first_segment=0, progress=_moved, process=plan.writer
+            backend_for(settings),
+            directory,
+            plan.part,
+            sources,
+            settings,
+            first_segment=0,
+            progress=_moved,
+            process=plan.writer,
         )
     except StorageError as error:
         if error.errno != errno.ENOENT:
@@ -248,8 +253,8 @@ def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.
     plan = decode_plan(message, ReadPlan)
     directory, settings = os.fsdecode(plan.directory), StoreSettings(**plan.settings)
     manifest = Manifest(FORMAT, FORMAT_VERSION, plan.digest, plan.block_bytes, plan.segments, (), {})
-    committed = Committed(directory, manifest, plan.manifest_sha256)
-    if not is_unchanged(_BACKEND, committed):
+    committed, backend = Committed(directory, manifest, plan.manifest_sha256), backend_for(settings)
+    if not is_unchanged(backend, committed):
         raise NotACheckpointError(
             f"{directory}: the controller has opened this checkpoint, but this host finds none, or another one; load "
             "it from storage that the controller and all hosts share"
@@ -261,7 +266,7 @@ def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.
     with (
         enable_x64(True),  # without x64, the controller has refused such a load before
         polling(_moved),  # a disk that does not answer is reported by this host, not by the controller
-        contextlib.closing(iter_boxes(_BACKEND, committed, wanted, settings, _moved)) as reading,
+        contextlib.closing(iter_boxes(backend, committed, wanted, settings, _moved)) as reading,
     ):
         for number, box, data in reading:
             each = plan.arrays[number]

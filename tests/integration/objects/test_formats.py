@@ -240,7 +240,10 @@ def test_import_to_and_from_urls(server: StandIn, tmp_path: Path) -> None:
 def test_transforms_apply_to_urls(server: StandIn, tmp_path: Path) -> None:
     save_file(WHOLE, tmp_path / "model.safetensors")
     upload(server, tmp_path, "m")
-    transforms = [{"op": "rename", "leaves": "layer.kernel", "to": "w"}, {"op": "cast", "leaves": "w", "dtype": "float16"}]
+    transforms = [
+        {"op": "rename", "leaves": "layer.kernel", "to": "w"},
+        {"op": "cast", "leaves": "w", "dtype": "float16"},
+    ]
     assert_same(
         jct.load(server.url("m"), transforms=transforms),
         jct.load(tmp_path / "model.safetensors", transforms=transforms),
