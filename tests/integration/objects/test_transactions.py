@@ -200,6 +200,7 @@ def test_objects_of_dead_save_are_removed(server: StandIn) -> None:
     bury_owner(server.objects)
     with opened(server) as manager:
         manager.own()
+        manager._run._deleter.look_back()
         assert manager._run._deleter.wait(LONG_S)
         manager._run._deleter.remove_due()
         assert manager._run._deleter.wait(LONG_S)
@@ -215,7 +216,7 @@ def test_live_save_survives_sweep(server: StandIn) -> None:
     pending = manager.save(1, state_of(1)).pending
     assert pending is not None
     assert held.reached.wait(LONG_S)
-    manager._run._deleter.sweep()
+    manager._run._deleter.look_back()
     assert manager._run._deleter.wait(LONG_S)
     manager._run._deleter.remove_due()
     assert manager._run._deleter.wait(LONG_S)
@@ -229,6 +230,7 @@ def test_orphan_stays_for_grace_period(server: StandIn) -> None:
     server.objects.put("bucket/run/step-0000000007.0123456789abcdef/d/p00000", b"half")
     with opened(server, delete_grace_s=600.0) as manager:
         save(manager, 1)
+        manager._run._deleter.look_back()
         manager._run._deleter.remove_due()
         assert manager._run._deleter.wait(LONG_S)
     assert any("step-0000000007" in key for key in keys(server.objects, "run"))
