@@ -32,7 +32,7 @@ from jaxckpt_train.integrations import orbax_args
 from jaxckpt_train.integrations.orbax_args import Composite
 from jaxckpt_train.integrations.orbax_trees import TreeTarget
 from jaxckpt_train.pytree.flatten import flatten, unflatten
-from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.files import read_or_none
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES, NOT_JSON, decode_value
 from jaxckpt_train.store.timeouts import time_limited
@@ -97,13 +97,13 @@ class TreeMetadata(Mapping[str, Any]):
 
 
 @time_limited
-def create_root(directory: str) -> None:
+def create_root(backend: Backend, directory: str) -> None:
     """Create the directory of a run."""
-    LocalBackend().make_directory(directory, parents=True, sync=True)
+    backend.make_directory(directory, parents=True, sync=True)
 
 
 @time_limited
-def write_root_metadata(directory: str, metadata: Mapping[str, Any]) -> None:
+def write_root_metadata(backend: Backend, directory: str, metadata: Mapping[str, Any]) -> None:
     """Write the metadata of a run to the file that Orbax uses, unless the file exists."""
     try:
         data = json.dumps({"internal_metadata": {}, "custom_metadata": dict(metadata)}, allow_nan=False)
@@ -111,17 +111,16 @@ def write_root_metadata(directory: str, metadata: Mapping[str, Any]) -> None:
         raise SettingsError(f"CheckpointManager: metadata: expected plain JSON data, found {error}") from error
     if len(data) > MAX_INFO_BYTES:
         raise SettingsError(f"CheckpointManager: metadata: expected at most {MAX_INFO_BYTES} bytes, found {len(data)}")
-    backend = LocalBackend()
     backend.make_directory(f"{directory}/{_FOLDER}", parents=True, sync=True)
     backend.write_new(f"{directory}/{_FOLDER}/{_FILE}", data.encode())
 
 
 @time_limited
-def read_root_metadata(directory: str) -> dict[str, Any] | None:
+def read_root_metadata(backend: Backend, directory: str) -> dict[str, Any] | None:
     """Read the metadata of a run; None: it has none. Raise CorruptCheckpointError if the file is not valid."""
     kinds: dict[str, Any] = {_FILE: RootMetadata, _OLD_FILE: dict[str, Any]}
     for name, kind in kinds.items():
-        data = read_or_none(LocalBackend(), f"{directory}/{_FOLDER}", name, MAX_INFO_BYTES)
+        data = read_or_none(backend, f"{directory}/{_FOLDER}", name, MAX_INFO_BYTES)
         if data is None:
             continue
         try:
@@ -149,7 +148,7 @@ class HandledItem:
         return self._save(directory)
 
     async def _save(self, directory: DirectoryAwaitingCreation) -> None:
-        folder, writes = _path(await directory.await_creation()), None
+        folder, writes = orbax_path(await directory.await_creation()), None
         try:
             if hasattr(self._handler, "async_save"):
                 writes = await self._handler.async_save(folder, args=self._args)
@@ -167,11 +166,11 @@ class HandledItem:
 
     async def load(self, directory: Path) -> None:
         """Restore the item with its handler."""
-        self.restored = self._handler.restore(_path(directory), args=self._args)
+        self.restored = self._handler.restore(orbax_path(directory), args=self._args)
 
 
-def _path(directory: Path) -> Any:
-    """Return the directory as the `epath.Path` that Orbax passes to handlers."""
+def orbax_path(directory: Path | str) -> Any:
+    """Return a directory or URL as the `epath.Path` that Orbax uses."""
     return importlib.import_module("etils.epath").Path(directory)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
-from jaxckpt_train._validation import refuse
+from jaxckpt_train._validation import is_url, refuse
 from jaxckpt_train.checkpoint import load_checkpointables
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.distributed.jax_service import current, preemption_service
@@ -51,6 +51,7 @@ from jaxckpt_train.integrations.orbax_items import (
     UnknownItemError,
     create_root,
     finished,
+    orbax_path,
     read_root_metadata,
     write_root_metadata,
 )
@@ -68,7 +69,8 @@ from jaxckpt_train.pytree.flatten import PLACEHOLDER
 from jaxckpt_train.run.catalog import refuse_foreign
 from jaxckpt_train.run.entry import check_step
 from jaxckpt_train.run.history import Clock, utc_now
-from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.settings import StoreSettings, checked_settings
+from jaxckpt_train.store.backends.by_path import backend_for
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.committed import is_committed
 from jaxckpt_train.store.removal import final_name
@@ -149,15 +151,16 @@ class CheckpointManager:
         self._options = read_options(options)
         self._kept, self._best = ButDeleted(preservation_policy(self._options)), best_policy(self._options)
         self._directory, self._settings, self._clock = os.fspath(directory), settings, clock or utc_now
+        self._backend = backend_for(checked_settings("settings", settings))
         self._manager, self._steps = self._opened()
         directory = self._manager.directory
         if self._manager.latest is None:
-            refuse_foreign(LocalBackend(), directory)
+            refuse_foreign(self._backend, directory)
         self._shutdown: GracefulShutdown | None = None
         self._preemption_step: int | None = None  # the last step that was checked for a preemption
         self._reached = self._is_reported = False  # the result, and whether reached_preemption has returned it
         if self._options.create and not self._options.read_only:
-            create_root(directory)
+            create_root(self._backend, directory)
         self._metadata = None if metadata is None else dict(metadata)
         if self._metadata is not None and self._options.save_root_metadata and not self._options.read_only:
             self._manager.on_all("writing the metadata of the run", self._write_metadata)
@@ -165,6 +168,8 @@ class CheckpointManager:
     def _opened(self) -> tuple[StepManager, _ListedSteps]:
         """Return a manager that does not own the run yet, and the steps of the run."""
         folder = self._options.todelete_subdir
+        if folder is not None and is_url(self._directory):
+            refuse("CheckpointManagerOptions: todelete_subdir", "None on an object store, which cannot rename", folder)
         manager = StepManager(
             self._directory,
             save_decision_policy=save_policy(self._options),
@@ -177,12 +182,13 @@ class CheckpointManager:
 
     def _write_metadata(self) -> None:
         if current().process == 0:
-            write_root_metadata(self._manager.directory, self._metadata or {})
+            write_root_metadata(self._backend, self._manager.directory, self._metadata or {})
 
     @property
-    def directory(self) -> Path:
-        """The directory of the run."""
-        return Path(self._manager.directory)
+    def directory(self) -> Any:
+        """The directory of the run as a Path, or its URL as an `epath.Path`, as in Orbax; that needs `etils`."""
+        found = self._manager.directory
+        return orbax_path(found) if is_url(found) else Path(found)
 
     def should_save(self, step: int) -> bool:
         """Return whether `save` would save this step: it is greater than every existing step and the options match."""
@@ -281,7 +287,7 @@ class CheckpointManager:
 
     def _is_read_only(self, action: str) -> bool:
         if self._options.read_only:
-            _log.warning("%s is read-only: nothing is %s", self.directory, action)
+            _log.warning("%s is read-only: nothing is %s", self._manager.directory, action)
         return self._options.read_only
 
     def restore(
@@ -315,7 +321,7 @@ class CheckpointManager:
         if step is None and directory is None and self._steps.is_unlisted(0):
             step = self._steps.latest()
             if step is None:
-                raise MissingStepError(f"{self.directory}: expected a step that the options keep, found none")
+                raise MissingStepError(f"{self._manager.directory}: expected a step that the options keep, found none")
         saved = self._saved(source, step)
         targets = self._items.targets(args, None if saved is None else saved.checkpointables, items, restore_kwargs)
         like = {name: each.like if isinstance(each, TreeTarget) else each for name, each in targets.items()}
@@ -382,7 +388,7 @@ class CheckpointManager:
             MissingStepError: the step does not exist.
         """
         if step is None:
-            found = read_root_metadata(self._manager.directory)
+            found = read_root_metadata(self._backend, self._manager.directory)
             if found is None and self._options.read_only:
                 found = self._metadata
             return RootMetadata(found or {})
@@ -406,13 +412,13 @@ class CheckpointManager:
         self.wait_until_finished()
         listed = self._steps.all()
         if step not in listed:
-            raise MissingStepError(f"{self.directory}: expected one of {listed} to delete, found {step}")
+            raise MissingStepError(f"{self._manager.directory}: expected one of {listed} to delete, found {step}")
         self._kept.deleted.add(step)
         self._manager.retain()
         if step in self._manager.steps:
             self._kept.deleted.discard(step)
             why = "is the newest step or pinned, or the disk refuses (see the log)"
-            raise SettingsError(f"{self.directory}: step {step} {why}, and is not deleted")
+            raise SettingsError(f"{self._manager.directory}: step {step} {why}, and is not deleted")
 
     def reached_preemption(self, step: int) -> bool:
         """Return whether a process of the job received SIGTERM: end your loop then. That step is saved.

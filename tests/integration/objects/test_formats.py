@@ -25,7 +25,7 @@ from tests.support.objects.faults import Action, Fail, Faults, Request
 from tests.support.objects.stand_in import StandIn
 
 TREE = {
-    "layer": {"kernel": np.arange(6_000_000, dtype=np.float32).reshape(2000, 3000), "bias": jnp.ones(7, jnp.bfloat16)},
+    "layer": {"kernel": np.arange(2_750_000, dtype=np.float32).reshape(1100, 2500), "bias": jnp.ones(7, jnp.bfloat16)},
     "count": np.arange(5),
 }
 WHOLE = {"layer.kernel": TREE["layer"]["kernel"], "count": TREE["count"]}
@@ -116,7 +116,7 @@ def test_safetensors_folder_with_index_is_read(server: StandIn, tmp_path: Path) 
 def test_large_read_stays_within_its_budget(server: StandIn, tmp_path: Path) -> None:
     save_file(WHOLE, tmp_path / "model.safetensors")
     upload(server, tmp_path, "m")
-    like = {"layer.kernel": np.zeros((2000, 3000), np.float64)}
+    like = {"layer.kernel": np.zeros((1100, 2500), np.float64)}
     settings = jct.StoreSettings(read_budget_bytes=8 << 20)
     loaded = jct.load(server.url("m"), like, only="layer.kernel", cast=True, settings=settings)
     assert np.array_equal(loaded["layer.kernel"], WHOLE["layer.kernel"])
@@ -186,9 +186,9 @@ def test_safetensors_are_exported(server: StandIn, tmp_path: Path) -> None:
     jct.save(server.url("ours"), TREE)
     jct.save(tmp_path / "ours", TREE)
     run("export", server.url("ours"), server.url("one.safetensors"), "--to", "safetensors")
-    run("export", server.url("ours"), server.url("folder"), "--to", "safetensors", "--shard-gb", "0.02")
+    run("export", server.url("ours"), server.url("folder"), "--to", "safetensors", "--shard-gb", "0.01")
     run("export", str(tmp_path / "ours"), str(tmp_path / "one.safetensors"), "--to", "safetensors")
-    run("export", str(tmp_path / "ours"), str(tmp_path / "folder"), "--to", "safetensors", "--shard-gb", "0.02")
+    run("export", str(tmp_path / "ours"), str(tmp_path / "folder"), "--to", "safetensors", "--shard-gb", "0.01")
     there = download(server, "", tmp_path / "there")
     names = ["one.safetensors", *(f"folder/{file.name}" for file in (tmp_path / "folder").iterdir())]
     assert len(names) == 4
@@ -204,7 +204,7 @@ def test_export_refuses_a_taken_name_and_removes_what_failed(server: StandIn, fo
     jct.save(server.url("ours"), TREE)
     obstore.put(server.access.store(), "taken/file", b"1")
     before = keys_of(server)
-    arguments = ["--to", form, *(["--shard-gb", "0.02"] if form == "safetensors" else [])]
+    arguments = ["--to", form, *(["--shard-gb", "0.01"] if form == "safetensors" else [])]
     result = CliRunner().invoke(app, ["export", server.url("ours"), server.url("taken"), *arguments])
     assert result.exit_code != 0
     server.faults = FailAt("index.json" if form == "safetensors" else "_CHECKPOINT_METADATA")
