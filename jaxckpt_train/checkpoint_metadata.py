@@ -29,7 +29,7 @@ from jaxckpt_train.pytree.leaves import (
     python_value,
 )
 from jaxckpt_train.pytree.restore import rebuild
-from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.committed import Committed, checkpoint_path
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES, ArrayRecord, PartRecord, encode_value, metrics_from_json
 from jaxckpt_train.store.segment import DTYPES
 from jaxckpt_train.store.threads import unlocked_cached_property
@@ -98,7 +98,7 @@ def describe(committed: Committed) -> CheckpointMetadata:
     """Return the metadata of an opened checkpoint."""
     manifest, info = committed.manifest, committed.manifest.info
     return CheckpointMetadata(
-        path=committed.directory,
+        path=checkpoint_path(committed.directory),
         format_version=manifest.format_version,
         digest=manifest.digest,
         step=info.get("step"),

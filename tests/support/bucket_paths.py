@@ -34,6 +34,7 @@ class Stat(NamedTuple):
 
     st_size: int
     st_mtime: float
+    st_mtime_ns: int
 
 
 class BucketPath(PurePosixPath):
@@ -70,8 +71,11 @@ class BucketPath(PurePosixPath):
         return False
 
     def stat(self) -> Stat:
+        if self.is_dir():
+            return Stat(0, 0.0, 0)
         found = self._stored()
-        return Stat(len(found.data), found.modified.timestamp())
+        seconds = found.modified.timestamp()
+        return Stat(len(found.data), seconds, int(seconds * 10**9))
 
     def iterdir(self) -> Iterator[BucketPath]:
         start = len(self._name) + 1

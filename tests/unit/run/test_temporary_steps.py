@@ -16,7 +16,7 @@ from jaxckpt_train.config import callback_arguments
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, decide
 from jaxckpt_train.policies.save import has_temporary
-from tests.support.runs import START, Clock, state_of, step_of
+from tests.support.runs import START, Clock, state_of, step_of, step_path
 
 EVERY_MINUTE = jct.TemporarySavePolicy(jct.EverySecondsPolicy(60))
 BOTH = jct.AnySavePolicy([EVERY_MINUTE, jct.FixedIntervalPolicy(10)])  # the temporary one first, on purpose
@@ -95,7 +95,7 @@ def run(directory: Path, updates: int, leaves_at: int | None = None, **options: 
 
 
 def is_temporary(directory: Path, step: int) -> bool:
-    manifest = json.loads((directory / f"step-{step:010d}" / "manifest.json").read_text())
+    manifest = json.loads((step_path(directory, step) / "manifest.json").read_text())
     return bool(manifest["info"]["temporary"])
 
 
