@@ -230,7 +230,7 @@ class ObjectBackend:
 
     def _put_new(self, path: str, data: bytes) -> None:
         """Put an object that must not exist. If it exists with this content, an earlier try has put it."""
-        _put_new(path, self._at(path), data)
+        _put_new(path, self._at(path), data, again=self._settings.retries > 0)
 
     def read_small(self, path: str, limit: int) -> bytes | None:
         """The content of a small object; None: there is none. Raises CorruptCheckpointError: it is too large."""
@@ -250,26 +250,25 @@ class ObjectBackend:
         """Replace the content `before` of a small object by `data`; False: it has other content, or is gone."""
         import obstore
 
+        again = self._settings.retries > 0
         with _storage_errors("replace the object", path):
             store, key = self._at(path)
-            try:
-                found = obstore.get(store, key)
-                if found.meta["size"] != len(before) or bytes(found.bytes()) != before:
-                    return False
-                obstore.put(store, key, data, mode=_token(found.meta), use_multipart=False)
-            except Exception as error:  # noqa: BLE001  # raised again if the put had no effect
-                return self._is_content(path, data, error)
-        return True
-
-    def _is_content(self, path: str, data: bytes, error: Exception) -> bool:
-        """After a put that failed: True if it had its effect, False if the condition failed; else raise the error."""
-        from obstore import exceptions
-
-        if self.read_small(path, max(len(data), MAX_RECORD_BYTES)) == data:
-            return True
-        if isinstance(error, (exceptions.PreconditionError, exceptions.AlreadyExistsError, FileNotFoundError)):
-            return False
-        raise error
+            while True:
+                try:
+                    found = obstore.get(store, key)
+                    if found.meta["size"] != len(before) or bytes(found.bytes()) != before:
+                        return False
+                    obstore.put(store, key, data, mode=_token(found.meta), use_multipart=False)
+                    return True
+                except Exception as error:
+                    content = self.read_small(path, max(len(data), MAX_RECORD_BYTES))
+                    if content == data:
+                        return True
+                    if _is_refused(error):
+                        return False
+                    if not again or content != before:
+                        raise
+                    again = False  # see `_put_new`
 
     def list(self, path: str) -> list[Entry]:
         """The objects and prefixes below a prefix, sorted by name."""
@@ -386,23 +385,27 @@ class ObjectBackend:
     def _write_record(self, path: str, header: _Header, data: bytes, token: UpdateVersion | None) -> bool:
         """Put a record conditionally; whether it was written. Reads it back after any doubt."""
         import obstore
-        from obstore import exceptions
 
+        again = self._settings.retries > 0
         with _storage_errors("write the record", path):
             store, key = self._at(f"{path}.json")
             content = msgspec.json.encode(header) + b"\n" + data
-            try:
-                done = obstore.put(store, key, content, mode="create" if token is None else token, use_multipart=False)
-                self._seen[path] = header.version, _token(done)
-            except Exception as error:
-                self._seen.pop(path, None)
-                found = self._read(path)
-                if found is not None and found.header.nonce == header.nonce:
+            mode: Any = "create" if token is None else token
+            while True:
+                try:
+                    done = obstore.put(store, key, content, mode=mode, use_multipart=False)
+                    self._seen[path] = header.version, _token(done)
                     return True
-                if isinstance(error, (exceptions.PreconditionError, exceptions.AlreadyExistsError, FileNotFoundError)):
-                    return False
-                raise
-        return True
+                except Exception as error:
+                    self._seen.pop(path, None)
+                    found = self._read(path)
+                    if found is not None and found.header.nonce == header.nonce:
+                        return True
+                    if _is_refused(error):
+                        return False
+                    if not again or (None if found is None else found.token) != token:
+                        raise
+                    again = False  # see `_put_new`
 
     def kvstore(self, directory: str) -> dict[str, Any]:
         """Describe a prefix for TensorStore. Its credentials are those that it finds in the environment."""
@@ -474,23 +477,41 @@ class ObjectBackend:
         self._probed.add(bucket)
 
 
+def _is_refused(error: Exception) -> bool:
+    """Whether a conditional put failed because its condition did not hold."""
+    from obstore import exceptions
+
+    return isinstance(error, (exceptions.PreconditionError, exceptions.AlreadyExistsError, FileNotFoundError))
+
+
 def _token(meta: Any) -> UpdateVersion:
     """The condition "still this version"; a key without a value would be an error."""
     return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}  # type: ignore[return-value]
 
 
-def _put_new(path: str, place: _Place, data: bytes) -> None:
+def _put_new(path: str, place: _Place, data: bytes, *, again: bool) -> None:
+    """Put an object that must not exist; `again`: once more if it is not there after an error.
+
+    obstore does not repeat a conditional put that has timed out, since it may have had its effect.
+    """
     import obstore
+    from obstore import exceptions
 
     with _storage_errors("create the object", path):
         store, key = place
         try:
             obstore.put(store, key, data, mode="create", use_multipart=False)
         except Exception as error:
-            with contextlib.suppress(Exception):  # the error itself stands
+            try:
                 found = obstore.get(store, key)
                 if found.meta["size"] == len(data) and bytes(found.bytes()) == data:
                     return
+            except FileNotFoundError:
+                if again and not isinstance(error, exceptions.AlreadyExistsError):
+                    _put_new(path, place, data, again=False)
+                    return
+            except Exception:  # noqa: BLE001  # the error of the put stands
+                pass
             raise error
 
 
@@ -537,7 +558,7 @@ class _Upload:
                 raise StorageError(errno.EIO, f"{self._written} bytes were written, expected {size}", self._path)
             self._is_closed = True
             if self._writer is None:
-                _put_new(self._path, self._place, bytes(self._part))
+                _put_new(self._path, self._place, bytes(self._part), again=self._settings.retries > 0)
             else:
                 self._send()
                 writer, self._writer = self._writer, None
