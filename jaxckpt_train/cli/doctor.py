@@ -11,20 +11,32 @@ from typing import Annotated, Any
 
 import typer
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.cli.output import BACKEND, Code, Json, absolute, argument, print_json, print_text, progress
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
 from jaxckpt_train.inspection.disk_speed import try_disk, try_operations
 from jaxckpt_train.inspection.health import RunHealth, health_of
+from jaxckpt_train.inspection.object_trials import backend_for_trials, try_objects
 from jaxckpt_train.inspection.runs import is_run
 from jaxckpt_train.inspection.units import age_text, bytes_text, counted, rate_text
 from jaxckpt_train.store.backends.local import IN_MEMORY, FileSystem, file_system_of, mount_warnings
 from jaxckpt_train.store.backends.local_names import is_directory
 from jaxckpt_train.store.files import file_exists
 
-PACKAGES = ("jaxckpt-train", "jax", "jaxlib", "numpy", "flax", "orbax-checkpoint", "grain")
+PACKAGES = ("jaxckpt-train", "jax", "jaxlib", "numpy", "flax", "orbax-checkpoint", "grain", "obstore")
 MIB = 1 << 20
 ROOM_FOR_STEPS = 2
 LEAST_FILES = 1000
+MOST_CLOCK_S = 300.0
+_UPLOADS = (
+    "a life-cycle rule of the bucket should remove incomplete uploads after a day ({rule}). A killed save leaves them, "
+    "they cost money, and no command here can list them, so whether there is such a rule was not checked"
+)
+_ADVICE = {
+    "s3": _UPLOADS.format(rule="AbortIncompleteMultipartUpload"),
+    "gs": _UPLOADS.format(rule="AbortIncompleteMultipartUpload"),
+    "az": "Azure removes the blocks of incomplete uploads after a week, so no rule is needed for them",
+}
 
 
 def doctor(
@@ -34,12 +46,16 @@ def doctor(
 ) -> None:
     """Examine a run and its disk: versions, free space, speed, owner, damaged steps, and the cost of a crash.
 
-    It tests each operation that a run needs in a temporary directory, and the speed with an unnamed file. Exits with 1
-    if there is a warning.
+    It tests each operation that a run needs in a temporary directory, and the speed with an unnamed file. At a URL, it
+    tests what the credentials permit, the latency and speed, and the clock, in seconds. Exits with 1 if there is a
+    warning.
     """
-    found = _examine(absolute(path), size_mib * MIB, as_json)
+    directory, nbytes = absolute(path), size_mib * MIB
+    found = _examine_url(directory, nbytes) if is_url(directory) else _examine(directory, nbytes, as_json)
     if as_json:
         print_json(found)
+    elif is_url(directory):
+        _print_url(found)
     else:
         _print(found)
     if found["warnings"]:
@@ -78,6 +94,59 @@ def _examine(path: str, nbytes: int, as_json: bool) -> dict[str, Any]:
         "at_risk": None if run is None or run.at_risk is None else run.at_risk._asdict(),
         "warnings": warnings,
     }
+
+
+def _examine_url(path: str, nbytes: int) -> dict[str, Any]:
+    backend, warnings = backend_for_trials(), list[str]()
+    trial = try_objects(backend, path, nbytes)
+    run = None
+    if trial.operations["list"] is None:
+        try:
+            is_there = is_run(backend, path)
+            run = health_of(backend, path, datetime.datetime.now(datetime.UTC)) if is_there else None
+        except CheckpointError as error:
+            warnings.append(f"the run cannot be read: {error}")
+    warnings += [f"{name}: {problem}" for name, problem in trial.operations.items() if problem]
+    if trial.clock_s is not None and abs(trial.clock_s) > MOST_CLOCK_S:
+        warnings.append(
+            f"the clock of the storage differs by {age_text(abs(trial.clock_s))}: set the clock of this machine, "
+            "because signed requests are refused from 15 minutes on"
+        )
+    warnings += [] if run is None else run.warnings()
+    return {
+        "path": path,
+        "versions": _versions(),
+        "store": dataclasses.asdict(trial),
+        "advice": [_ADVICE[path.partition("://")[0]]],
+        "owner": None if run is None or run.owner is None else run.owner._asdict(),
+        "run": None if run is None else _about_run(run),
+        "at_risk": None if run is None or run.at_risk is None else run.at_risk._asdict(),
+        "warnings": warnings,
+    }
+
+
+def _print_url(found: dict[str, Any]) -> None:
+    store, run = found["store"], found["run"]
+    print_text(", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items()))
+    works = [name for name, problem in store["operations"].items() if problem is None]
+    print_text(f"permitted: {', '.join(works) or 'nothing'}")
+    if store["put_s"] is not None:
+        print(f"latency: a put of 1 KiB takes {1000 * store['put_s']:.1f} ms, a get {1000 * store['get_s']:.1f} ms")
+    if store["write_bytes_per_s"] is not None:
+        rates = rate_text(store["write_bytes_per_s"]), rate_text(store["read_bytes_per_s"])
+        print_text(f"one object of {bytes_text(store['bytes'])}: writes {rates[0]}, reads {rates[1]}")
+    if (clock_s := store["clock_s"]) is not None:
+        differs = f"{age_text(abs(clock_s))} {'ahead of' if clock_s > 0 else 'behind'} this machine"
+        print(f"clock of the storage: {differs if clock_s else 'the same, to a second'}")
+    if run is not None:
+        _print_run(run, found["owner"], found["at_risk"])
+        if run["stale_files"]:
+            count = counted(len(run["stale_files"]), "deleted or unfinished step")
+            print(f"the data of {count} is still there; `jaxckpt prune --yes --wait 600` removes it, or a training")
+    for advice in found["advice"]:
+        print_text(f"advice: {advice}")
+    for warning in found["warnings"]:
+        print_text(f"warning: {warning}")
 
 
 def _short_of_room(files: FileSystem, newest_bytes: int) -> list[str]:

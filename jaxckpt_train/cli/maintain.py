@@ -209,6 +209,7 @@ def prune(
 
 def _remove_data(owned: RunDirectory, wait_s: float) -> None:
     """Remove the data of deleted steps on an object store, also that of earlier deletions, after a time for readers."""
+    owned.held.deleter.look_back()
     owned.held.deleter.wait()  # from here the time runs
     time.sleep(wait_s)
     owned.held.deleter.remove_due()  # ends before the run is released

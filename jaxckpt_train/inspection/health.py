@@ -7,6 +7,7 @@ import datetime
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -124,9 +125,10 @@ class RunHealth:
     damaged: dict[str, str]
     uncommitted: dict[str, str]
     refused: dict[str, str]
-    stale_files: list[str]  # hidden directories of dead processes, which the next owner removes
+    stale_files: list[str]  # directories of dead processes and of deleted steps, which the next owner removes
     at_risk: AtRisk | None  # None: no process of the run has recorded its progress
     unreadable: str | None  # why the history cannot be read
+    is_remote: bool  # then the files of dead processes include the data of deleted steps
 
     def warnings(self) -> list[str]:
         """Return the problems of the run as text."""
@@ -137,7 +139,7 @@ class RunHealth:
         owner = self.owner
         if owner is not None and owner.is_alive and owner.silent_s > SILENCE_S:
             found.append(f"{owner.name} owns the run, but has given no sign of life for {owner.silent_s:.0f} s")
-        if self.stale_files:
+        if self.stale_files and not self.is_remote:
             names = ", ".join(self.stale_files)
             found.append(f"the next process that saves will remove files of dead processes: {names}")
         if self.unreadable is not None:
@@ -169,6 +171,7 @@ def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHe
         stale_files=stale_files,
         at_risk=at_risk,
         unreadable=unreadable,
+        is_remote=is_url(directory),
     )
 
 

@@ -118,6 +118,7 @@ MAY_HAVE_ONE_IMPORTER = {
     "formats.detect": "the recognition of all formats; its other users import it when they need it",
     "formats.torch_pickle": "a reader of pickles as data, reviewed on its own for safety",
     "inspection.disk_speed": "the trials of a disk, of which doctor prints the results",
+    "inspection.object_trials": "the trials of an object store, of which doctor prints the results",
     "integrations.orbax_items": "handlers of Orbax, apart from its manager",
     "pytree.colocated.host": "the part that runs on other hosts, which JAX finds by its name",
     "pytree.redistribution": "the exchange of shards between processes",

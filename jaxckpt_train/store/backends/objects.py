@@ -136,6 +136,7 @@ _ENDPOINT_VARIABLES = {
 }
 _REGION_VARIABLES = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _clients = _Clients()
+_REFUSED = re.compile("status code: 40[13] ")
 
 
 def _shown(error: BaseException) -> str:
@@ -165,6 +166,9 @@ def _storage_errors(action: str, path: str) -> Iterator[None]:
     except ValueError as error:
         raise StorageError(errno.EINVAL, f"cannot {action}: {_shown(error)}", path) from None
     except (exceptions.BaseError, OSError) as error:
+        if _REFUSED.search(str(error)):  # of a listing, for which obstore has no error of its own
+            reason = f"the credentials were refused: {_shown(error)}"
+            raise StorageError(errno.EACCES, f"cannot {action}: {reason}", path) from None
         # Not EIO, which a restore takes for a damaged disk, so that it would go back to an older step.
         raise StorageError(errno.ETIMEDOUT, f"cannot {action}: {_shown(error)}", path) from None
 
