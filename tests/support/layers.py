@@ -79,6 +79,7 @@ FORBIDDEN_FILES = {"common.py", "helpers.py", "misc.py", "types.py", "util.py", 
 MAY_TOUCH_THE_DISK = {
     "store.backends.local": "the backend of the disk",
     "store.backends.local_names": "the renames of the local backend",
+    "store.backends.objects": "reads the variables of the environment that obstore reads; touches no disk",
     "cli.output": "keeps descriptors of closed standard streams in use; touches no data",
     "store.process_identity": "reads /proc, /sys and the environment about processes; touches no data",
     "distributed.shared_memory": "finds pipes and memory of other processes under /proc; touches no disk",
