@@ -40,8 +40,9 @@ $(STAMP): pyproject.toml constraints.txt jaxckpt_train/integrations/hydra_search
 
 venv: $(STAMP)  ## create the environment with everything that the other targets need
 
-demo: $(STAMP)  ## preempt a training repeatedly, and compare it with an uninterrupted one
-	$(BIN)/python examples/demo.py
+# With DIRECTORY=s3://bucket/run the checkpoints are there. Unless AWS_ENDPOINT_URL is set, a server starts for it here.
+demo: $(STAMP)  ## preempt a training repeatedly, and compare it with an uninterrupted one; DIRECTORY=s3://... is possible
+	$(BIN)/python examples/demo.py $(if $(DIRECTORY),--directory $(DIRECTORY))
 
 test: $(STAMP)  ## run the unit and the integration tests
 	$(PYTEST) $(TESTS)

@@ -4,19 +4,24 @@
 in the middle, twice, and the same command is given again each time. The results are then compared.
 
     python examples/demo.py [--steps 2000] [--preemptions 2] [--directory DIRECTORY]
+
+The directory may be a URL such as s3://bucket/run. Without AWS_ENDPOINT_URL, a server starts on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+import urllib.request
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -35,22 +40,30 @@ Leaves = Mapping[str, bytes]
 
 @dataclasses.dataclass
 class Training:
-    """The training in its own directory, always started by the same command."""
+    """The training in its own directory, always started by the same command.
+
+    Attributes:
+        directory: where its output is.
+        steps: how many updates it does.
+        url: where its checkpoints are; empty: in its directory.
+    """
 
     directory: Path
     steps: int
+    url: str = ""
     process: subprocess.Popen[bytes] | None = None
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> str:
         """The directory of its checkpoints."""
-        return self.directory / "checkpoints"
+        return self.url or str(self.directory / "checkpoints")
 
     def start(self) -> None:
         """Start it, with its output in log.txt."""
         self.directory.mkdir(parents=True, exist_ok=True)
         command = [
-            sys.executable, str(TRAIN), f"steps={self.steps}", "losses=losses.txt", "checkpoint.directory=checkpoints"
+            sys.executable, str(TRAIN), f"steps={self.steps}", "losses=losses.txt",
+            f"checkpoint.directory={self.url or 'checkpoints'}",
         ]  # fmt: skip
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(command, cwd=self.directory, stdout=log, stderr=subprocess.STDOUT)
@@ -111,16 +124,28 @@ def preempt(training: Training, after_update: int) -> int:
 
 def what_is_left(training: Training) -> dict[str, Leaves]:
     """Return everything that must be equal, as bytes: the parts of the last checkpoint, and every loss."""
-    step = training.checkpoints / f"step-{training.steps:010d}"
+    step = jct.StepManager(training.checkpoints).path(training.steps)
     state = jct.load(step)
     return {
         "parameters": leaves_of(state["params"]),
         "optimizer state": leaves_of(state["opt_state"]),
         "PRNG key": leaves_of(state["key"]),
         "step": leaves_of(state["step"]),
-        "data position": {f"data/{file.name}": file.read_bytes() for file in (step / "data").glob("*")},
+        "data position": files_in(f"{step}/data"),
         "losses": {f"line {number}": line.encode() for number, line in enumerate(training.losses(), 1)},
     }
+
+
+def files_in(folder: str) -> Leaves:
+    """Return the content of each file in a folder, or of each object below a URL."""
+    if "://" not in folder:
+        return {f"data/{file.name}": file.read_bytes() for file in Path(folder).glob("*")}
+    import obstore
+    from obstore.store import from_url
+
+    store = from_url(folder)
+    names = [found["path"] for page in obstore.list(store) for found in page]
+    return {f"data/{name}": bytes(obstore.get(store, name).bytes()) for name in names}
 
 
 def leaves_of(tree: object) -> Leaves:
@@ -206,20 +231,45 @@ def run(console: Console, preempted: Training, alone: Training, preemptions: int
     return all(one.equal for one in comparisons)
 
 
+@contextlib.contextmanager
+def object_server(url: str) -> Iterator[str]:
+    """Serve S3 on this machine if this is its URL and the environment names no endpoint; yields what is used."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
+    if not url.startswith("s3://") or endpoint:
+        yield endpoint or "the endpoint of the environment"
+        return
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from tests.support.objects.servers import Moto
+
+    with Moto() as server:
+        bucket = url.split("/")[2]
+        urllib.request.urlopen(urllib.request.Request(f"{server.endpoint}/{bucket}", method="PUT")).close()
+        os.environ.update(server.environment())
+        yield f"{server.name}, a server on this machine"
+
+
 def main() -> int:
     """Run the demo; the exit code is 0 only if everything is equal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="updates of each training")
     parser.add_argument("--preemptions", type=int, default=2, help="how often one of them is preempted")
-    parser.add_argument("--directory", type=Path, help="a new one, which is kept; none: a temporary one")
+    parser.add_argument("--directory", help="a new one, or a URL, which is kept; none: a temporary one")
     arguments = parser.parse_args()
-    if arguments.directory is not None and arguments.directory.exists():
+    url = arguments.directory.rstrip("/") if "://" in (arguments.directory or "") else ""
+    if arguments.directory is not None and not url and Path(arguments.directory).exists():
         parser.error(f"{arguments.directory} exists; name a new one")
     console, began = Console(soft_wrap=True), time.monotonic()
-    with tempfile.TemporaryDirectory() as temporary:
-        directory = (arguments.directory or Path(temporary)).absolute()
-        preempted, alone = (Training(directory / name, arguments.steps) for name in ("preempted", "left-alone"))
-        console.print(f"Two trainings of {arguments.steps} updates below {directory}; one of them will be preempted.")
+    names = "preempted", "left-alone"
+    with tempfile.TemporaryDirectory() as temporary, object_server(url) as server:
+        directory = Path(temporary if url else arguments.directory or temporary).absolute()
+        places = [f"{url}/{name}" if url else "" for name in names]
+        if any(jct.StepManager(place).latest is not None for place in places if place):
+            parser.error(f"{url} has checkpoints; name a new one")
+        preempted, alone = (
+            Training(directory / name, arguments.steps, at) for name, at in zip(names, places, strict=True)
+        )
+        where = f"{url} on {server}" if url else directory
+        console.print(f"Two trainings of {arguments.steps} updates below {where}; one of them will be preempted.")
         try:
             equal = run(console, preempted, alone, arguments.preemptions)
         finally:

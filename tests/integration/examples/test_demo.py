@@ -14,6 +14,7 @@ from rich.console import Console
 
 import jaxckpt_train as jct
 from examples import demo
+from tests.support.objects.stand_in import StandIn
 
 Alter = Callable[[dict[str, Any]], None]
 
@@ -61,6 +62,22 @@ def test_demo_of_equal_trainings_succeeds(run_example: Any, tmp_path: Path) -> N
     preempted, alone = (demo.Training(tmp_path / "demo" / name, 600) for name in ("preempted", "left-alone"))
     assert all(one.equal for one in compared(preempted, alone))
     assert [one.leaves for one in compared(preempted, alone)] == [4, 9, 1, 1, 1, 600]
+
+
+def test_demo_on_an_object_store_succeeds(run_example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with StandIn() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        url = server.url("demo")
+        output = run_example("demo.py", "--steps", "300", "--preemptions", "1", "--directory", url, cwd=tmp_path)
+        assert "Everything is equal" in output
+        assert server.endpoint in output
+        trainings = [demo.Training(tmp_path / name, 300, f"{url}/{name}") for name in ("preempted", "left-alone")]
+        first, second = (demo.what_is_left(training) for training in trainings)
+        first.pop("losses"), second.pop("losses")
+        assert [(one.leaves, one.equal) for one in demo.compare(first, second)] == [
+            (4, True), (9, True), (1, True), (1, True), (1, True)
+        ]  # fmt: skip
 
 
 def test_identical_trainings_are_equal(tmp_path: Path) -> None:
