@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-nightly test-oldest test-distributed lint types format bench bench-jobs bench-quick bench-torch bench-accelerator torch-imports kill-campaign crash-states block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
+.PHONY: help venv demo test test-unit test-nightly test-oldest test-distributed lint types format bench bench-jobs bench-quick bench-torch bench-accelerator torch-imports kill-campaign crash-states object-crashes block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-20s %s\n' "$$name" "$$what"; done
@@ -95,6 +95,11 @@ kill-campaign: $(STAMP)  ## SIGKILL a training that saves every step at 60 rando
 
 crash-states: $(STAMP)  ## check every promise in a million states of a disk after a power cut (1 to 2 hours)
 	$(BIN)/python -m tests.nightly.crash.explorer --states 1000000
+
+object-crashes: $(STAMP)  ## crash at each request of saves to an object store, and race its owners (1 hour)
+	$(BIN)/python -m tests.nightly.objects.crashes
+	$(BIN)/python -m tests.nightly.objects.crashes --controls
+	$(BIN)/python -m tests.nightly.objects.owners
 
 block-replay: $(STAMP)  ## check 20,000 states of the blocks of an ext4 and an xfs after a power cut (30 minutes; needs root)
 	$(BIN)/python -m tests.nightly.faults.block_replay --states 20000

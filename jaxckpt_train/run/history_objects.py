@@ -41,6 +41,7 @@ class ObjectHistory:
         self._writing = threading.Lock()
         self._waiting = list[bytes]()
         self._waits_since = 0.0
+        self._batch: tuple[str, bytes] | None = None  # the object that is being written, or was not
         self._group = list[tuple[str, bytes]]()  # the names of the objects that are not merged yet, and their content
 
     def add(self, line: bytes, *, may_wait: bool) -> None:
@@ -64,23 +65,27 @@ class ObjectHistory:
                 self._writing.release()
 
     def _write(self) -> None:
+        while (batch := self._batch or self._next_batch()) is not None:
+            self._batch = batch
+            name, content = batch
+            try:
+                self._backend.write_new(f"{self._folder}/{name}", content)
+            except StorageError as error:  # it may be there: only under the same name, it is not there twice
+                _log.warning("the history was not written, and will be with the next event: %s", error)
+                return
+            self._batch = None
+            self._number += 1
+            self._group.append(batch)
+            if len(self._group) == GROUP:
+                self._merge()
+
+    def _next_batch(self) -> tuple[str, bytes] | None:
+        """The name and content of the next object; None: no line waits, or another thread has written them."""
         with self._guard:
             lines, self._waiting = self._waiting, []
-        if not lines:  # another thread has written them
-            return
-        content, at = b"".join(line + b"\n" for line in lines), datetime.datetime.now(datetime.UTC)
+        at = datetime.datetime.now(datetime.UTC)
         name = f"{at:%Y%m%dT%H%M%S.%f}-{self._writer}-{self._number:08d}.jsonl"
-        try:
-            self._backend.write_new(f"{self._folder}/{name}", content)
-        except StorageError as error:
-            _log.warning("the history was not written, and will be with the next event: %s", error)
-            with self._guard:
-                self._waiting = [*lines, *self._waiting]
-            return
-        self._number += 1
-        self._group.append((name, content))
-        if len(self._group) == GROUP:
-            self._merge()
+        return (name, b"".join(line + b"\n" for line in lines)) if lines else None
 
     def finish(self) -> None:
         """Write what waits, and merge the objects of this process."""

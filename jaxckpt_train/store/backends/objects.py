@@ -456,19 +456,18 @@ class ObjectBackend:
         with _storage_errors("write a first object", path):
             store, key = self._at(path)
             ignored = []
-            first = obstore.put(store, key, b"1" + secrets.token_bytes(8), mode="create", use_multipart=False)
+            first = _put_surely(store, key, b"1" + secrets.token_bytes(8), "create")
             try:
                 obstore.put(store, key, b"2" + secrets.token_bytes(8), mode="create", use_multipart=False)
                 ignored.append("If-None-Match (create only)")
             except exceptions.AlreadyExistsError:
                 pass
-            second = obstore.put(store, key, b"3" + secrets.token_bytes(8), mode=_token(first), use_multipart=False)
+            _put_surely(store, key, b"3" + secrets.token_bytes(8), _token(first))
             try:
                 obstore.put(store, key, b"4" + secrets.token_bytes(8), mode=_token(first), use_multipart=False)
                 ignored.append("If-Match (replace only this version)")
             except exceptions.PreconditionError:
                 pass
-            del second
             with contextlib.suppress(Exception):  # permission to delete is needed by retention only
                 obstore.delete(store, key)
         if ignored:
@@ -491,6 +490,20 @@ def _is_refused(error: Exception) -> bool:
 def _token(meta: Any) -> UpdateVersion:
     """The condition "still this version"; a key without a value would be an error."""
     return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}  # type: ignore[return-value]
+
+
+def _put_surely(store: ObjectStore, key: str, data: bytes, mode: Literal["create"] | UpdateVersion) -> Any:
+    """Put an object, and return its version. If the client has repeated a request, its first one may have succeeded."""
+    import obstore
+    from obstore import exceptions
+
+    try:
+        return obstore.put(store, key, data, mode=mode, use_multipart=False)
+    except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+        found = obstore.get(store, key)
+        if bytes(found.bytes()) != data:
+            raise
+        return found.meta
 
 
 def _put_new(path: str, place: _Place, data: bytes, *, again: bool) -> None:

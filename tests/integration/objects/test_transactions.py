@@ -298,3 +298,23 @@ def test_run_in_single_checkpoint_is_refused(server: StandIn) -> None:
     jct.save(server.url("run"), state_of(1), settings=settings_of(server))
     with opened(server) as manager, contextlib.suppress(StorageError), pytest.raises(jct.SettingsError):
         manager.own()
+
+
+@pytest.mark.parametrize("kind", ["put_create", "put_update"])
+def test_probe_whose_request_is_repeated_succeeds(server: StandIn, kind: str) -> None:
+    server.faults = fault = At(LoseResponse(), ".jaxckpt-now-", kind)
+    with opened(server, check_conditions=True, retries=1) as manager:
+        save(manager, 1)
+    assert fault.hit is not None
+    assert restored(server) == 1
+
+
+def test_event_whose_write_is_in_doubt_is_recorded_once(server: StandIn) -> None:
+    with opened(server) as manager:
+        manager.own()
+        server.faults = NoReads("history/")
+        save(manager, 1)
+        server.faults = None
+        save(manager, 2)
+        saves = [event["step"] for event in manager.history.events() if event["event"] == "save"]
+    assert saves == [1, 2]

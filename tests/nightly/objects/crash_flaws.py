@@ -30,7 +30,7 @@ class Flaw:
 def _without_read_back(patch: pytest.MonkeyPatch) -> None:
     """Believe what a conditional put returns, although it may be the answer to a repeated request."""
 
-    def put_new(path: str, place: Any, data: bytes) -> None:
+    def put_new(path: str, place: Any, data: bytes, *, again: bool) -> None:
         import obstore
 
         with objects._storage_errors("create the object", path):
