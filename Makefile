@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-nightly test-oldest test-distributed lint types format bench bench-jobs bench-quick bench-torch bench-accelerator torch-imports kill-campaign crash-states object-crashes block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
+.PHONY: help venv demo test test-unit test-nightly test-oldest test-distributed test-objects lint types format bench bench-jobs bench-quick bench-torch bench-accelerator torch-imports kill-campaign crash-states object-crashes block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-20s %s\n' "$$name" "$$what"; done
@@ -66,6 +66,9 @@ $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt | python-is-new-enough
 test-distributed: $(STAMP)  ## run all tests of multi-process jobs, and stop a job 80 times (30 minutes)
 	$(PYTEST) -m 'nightly or not nightly' tests/integration/distributed tests/nightly/distributed
 	$(BIN)/python -m tests.nightly.distributed.stops --trials 20
+
+test-objects: $(STAMP)  ## run the tests of object stores, also on real servers, which it installs (minutes)
+	$(PYTEST) -m 'nightly or not nightly' tests/integration/objects tests/nightly/objects
 
 lint: $(STAMP)  ## check style, imports, formatting, and banned words
 	$(BIN)/ruff check .

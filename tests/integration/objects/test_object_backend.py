@@ -1,0 +1,27 @@
+"""`ObjectBackend` on the stand-in, in each dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.object_contract import ObjectContract
+from tests.support.objects.stand_in import StandIn
+
+
+@pytest.fixture(scope="module", params=["s3", "gcs", "azure"])
+def server(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with StandIn(request.param) as started:
+        yield started
+
+
+class TestObjectBackend(ObjectContract):
+    """On each server."""
+
+    @pytest.fixture
+    def url(self, server: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        return str(server.url(f"t{abs(hash(request.node.name))}"))

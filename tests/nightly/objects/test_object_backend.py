@@ -1,0 +1,42 @@
+"""`ObjectBackend` on real servers, and the probe of their conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.settings import ObjectStoreSettings
+from jaxckpt_train.store.backends.objects import ObjectBackend
+from tests.support.object_contract import ObjectContract
+from tests.support.objects.servers import SERVERS, RealServer, S3rver
+
+
+@pytest.fixture(scope="module", params=["moto", "versitygw", "azurite", "gofakes3"])
+def server(request: pytest.FixtureRequest) -> Iterator[RealServer]:
+    kind = SERVERS[request.param]
+    if (why_not := kind.install()) is not None:
+        pytest.skip(f"{kind.name}: {why_not}")
+    with kind() as started:
+        yield started
+
+
+class TestObjectBackend(ObjectContract):
+    """On each server."""
+
+    @pytest.fixture
+    def url(self, server: RealServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        return server.url(f"t{abs(hash(request.node.name))}")
+
+
+def test_probe_refuses_s3rver(monkeypatch: pytest.MonkeyPatch) -> None:
+    if (why_not := S3rver.install()) is not None:
+        pytest.skip(f"s3rver: {why_not}")
+    with S3rver() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(StorageError, match="If-None-Match"):
+            ObjectBackend(ObjectStoreSettings()).probe(server.url("run"))
