@@ -318,3 +318,33 @@ def test_event_whose_write_is_in_doubt_is_recorded_once(server: StandIn) -> None
         save(manager, 2)
         saves = [event["step"] for event in manager.history.events() if event["event"] == "save"]
     assert saves == [1, 2]
+
+
+class LateArrival(Faults):
+    """Delay the first update of COMMIT until it is read for the second time afterwards."""
+
+    def __init__(self, server: StandIn) -> None:
+        self.server, self.reads, self.is_held = server, 0, False
+        self.release = threading.Event()
+
+    def decide(self, request: Request) -> None:
+        if request.key != "one/COMMIT":
+            return
+        if request.kind == "put_update" and not self.is_held:
+            self.is_held = True
+            self.release.wait(LONG_S)
+        elif request.kind == "get" and self.is_held:
+            self.reads += 1
+            if self.reads == 2:
+                before = self.server.objects.get("bucket/one/COMMIT")
+                self.release.set()
+                while self.server.objects.get("bucket/one/COMMIT") is before:
+                    pass
+
+
+def test_commit_that_arrives_before_its_repetition_is_own(server: StandIn) -> None:
+    url, settings = server.url("one"), settings_of(server, request_timeout_s=1.0, retries=1)
+    jct.save(url, state_of(1), settings=settings)
+    server.faults = LateArrival(server)
+    jct.save(url, state_of(2), settings=settings, overwrite=True)
+    assert jct.load(url, settings=settings)["state"]["step"] == 2

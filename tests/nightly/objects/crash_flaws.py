@@ -13,7 +13,6 @@ import pytest
 from jaxckpt_train.run.entry import Entry
 from jaxckpt_train.run.record import FoundRecord, RecordKeeper
 from jaxckpt_train.store.backends import objects
-from jaxckpt_train.store.backends.objects import ObjectBackend
 from jaxckpt_train.store.committed import CommitRecord, Committed
 from jaxckpt_train.store.manifest import FORMAT, FORMAT_VERSION, Manifest, encode_manifest
 from jaxckpt_train.store.transaction import ObjectAttempt, StepAttempt, Transaction
@@ -36,15 +35,7 @@ def _without_read_back(patch: pytest.MonkeyPatch) -> None:
         with objects._storage_errors("create the object", path):
             obstore.put(*place, data, mode="create", use_multipart=False)
 
-    def is_content(self: ObjectBackend, path: str, data: bytes, error: Exception) -> bool:
-        from obstore import exceptions
-
-        if isinstance(error, (exceptions.PreconditionError, exceptions.AlreadyExistsError, FileNotFoundError)):
-            return False
-        raise error
-
     patch.setattr(objects, "_put_new", put_new)
-    patch.setattr(ObjectBackend, "_is_content", is_content)
 
 
 def _without_fence(patch: pytest.MonkeyPatch) -> None:
