@@ -38,7 +38,7 @@ def problems(command: str) -> list[str]:
         found += [] if target in TARGETS else [f"no target {target}"]
     for extras in re.findall(r"(?:\.|jaxckpt-train)\[([a-z,]+)\]", text):
         found += [f"no extra {extra}" for extra in extras.split(",") if extra not in EXTRAS]
-    for preset in re.findall(r"\bcheckpoint=([a-z]+)", text):
+    for preset in re.findall(r"\bcheckpoint=([a-z0-9]+)", text):
         found += [] if preset in PRESETS else [f"no preset {preset}"]
     for key in re.findall(r"\bcheckpoint\.([a-z_.]+)=", text):
         found += [] if key in KEYS else [f"no key checkpoint.{key}"]
