@@ -171,6 +171,10 @@ bench-overhead: $(STAMP)  ## measure the real cost of an overhead budget on fast
 bench-tools: $(STAMP)  ## measure imports, diffs and commands (10 minutes)
 	$(BIN)/python -m benchmarks.tools --json build/bench-tools.json --page docs/benchmarks
 
+.PHONY: bench-objects
+bench-objects: $(STAMP)  ## compare saves to an object server on loopback with obstore alone (15 minutes)
+	$(BIN)/python -m benchmarks.objects --json build/bench-objects.json --page docs/benchmarks
+
 bench-quick: $(STAMP)  ## run a smaller benchmark in a few minutes
 	$(BIN)/python -m benchmarks.run --quick --json build/bench-quick.json --plots build/bench-quick
 

@@ -1,0 +1,194 @@
+"""What a process of the benchmark of object stores does: saves and loads, ours and obstore's, memory, and requests."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import obstore
+from obstore.store import from_url
+
+import jaxckpt_train as jct
+from benchmarks import host_memory, memory_probe
+from benchmarks.random_bytes import leaf_bytes
+from jaxckpt_train.settings import ObjectStoreSettings
+from tests.support.objects.faults import Kind
+from tests.support.objects.stand_in import StandIn
+
+MIB = 1 << 20
+ARRAYS = 16
+SMALL_ARRAYS, SMALL_BYTES = 1000, 2000
+SEED = (42,)
+RAW, RUN = "raw", "run"
+"""Below the bucket: the object that obstore alone puts, and our run."""
+
+Answer = dict[str, Any]
+
+
+def put_by_obstore(bucket: str, mib: int, is_quick: bool) -> Answer:
+    """One object of random bytes, put by obstore in parts of our size, as many at once as ours."""
+    store, settings, data = from_url(bucket), ObjectStoreSettings(), _all_bytes(mib)
+
+    def put(key: str, content: np.ndarray) -> None:
+        width, most = settings.part_bytes, settings.concurrency
+        obstore.put(store, key, content, use_multipart=True, chunk_size=width, max_concurrency=most)
+
+    put(f"{RAW}-first", data[:MIB])
+    return {"seconds": _seconds(lambda: put(RAW, data), mib, is_quick)}
+
+
+def get_by_obstore(bucket: str, mib: int, is_quick: bool) -> Answer:
+    """The same object, got by obstore in ranges of our size, as many at once as ours, into new memory."""
+    store, settings, size = from_url(bucket), ObjectStoreSettings(), mib * MIB
+    width, starts = settings.part_bytes, range(0, size, settings.part_bytes)
+
+    def get(start: int) -> obstore.Bytes:
+        return obstore.get_range(store, RAW, start=start, end=min(start + width, size))
+
+    found: list[obstore.Bytes] = []
+    with concurrent.futures.ThreadPoolExecutor(settings.concurrency) as pool:
+        list(pool.map(lambda start: obstore.get_range(store, RAW, start=start, length=1), starts))
+        seconds = _seconds(lambda: found.extend(pool.map(get, starts)), mib, is_quick)
+    data = _all_bytes(mib)
+    for start, part in zip(starts, found, strict=True):
+        _check(bytes(part), data[start : start + width].tobytes())
+    return {"seconds": seconds}
+
+
+def save_by_us(bucket: str, mib: int, is_quick: bool) -> Answer:
+    """A step of a run, saved until it is committed, and how long the call blocked; a small step comes before."""
+    with jct.StepManager(bucket + RUN, preservation_policy=jct.PreserveAll()) as manager:
+        manager.save(0, {"state": _state(1)})
+        manager.wait()
+        return _timed_save(manager, 1, _state(mib), lambda: host_memory.make_present(mib * MIB, is_quick=is_quick))
+
+
+def load_by_us(bucket: str, mib: int, is_quick: bool) -> Answer:
+    """The same step, restored into JAX arrays, from the opening of the run until all are ready."""
+    with jct.StepManager(bucket + RUN) as manager:
+        manager.load({"state": _target(1)}, step=0)
+    found: dict[str, Any] = {}
+
+    def restore() -> None:
+        with jct.StepManager(bucket + RUN) as manager:
+            found.update(jax.block_until_ready(manager.restore({"state": _target(mib)})))
+
+    seconds = _seconds(restore, mib, is_quick)
+    for number, array in enumerate(found["state"].values()):
+        _check(np.asarray(array).tobytes(), leaf_bytes(SEED, number, mib * MIB // ARRAYS).tobytes())
+    return {"seconds": seconds}
+
+
+def peak_memory(bucket: str, mib: int, saves: bool) -> Answer:
+    """The peak of a process's resident memory, from when its state is there; it saves, or does all but that."""
+    state = _state(mib)
+    with jct.StepManager(bucket + RUN) as manager:
+        memory_probe.calm_down()
+        memory_probe.reset_peak()
+        if saves:
+            manager.save(0, {"state": state})
+            manager.wait()
+        return {"peak_bytes": memory_probe.usage().peak}
+
+
+def save_small(bucket: str) -> Answer:
+    """A save of many small arrays, after another one."""
+    state = _small_state()
+    with jct.StepManager(bucket + RUN, preservation_policy=jct.PreserveAll()) as manager:
+        manager.save(0, {"state": state})
+        manager.wait()
+        return _timed_save(manager, 1, state, lambda: None)
+
+
+def count_small(times: int) -> list[list[Kind]]:
+    """The kinds of the requests of each of some saves of many small arrays, after a first one."""
+    state = _small_state()
+    found: list[list[Kind]] = []
+    with StandIn() as server:
+        os.environ.update(server.environment())
+        with jct.StepManager(server.url(RUN), preservation_policy=jct.PreserveAll()) as manager:
+            for step in range(times + 1):
+                server.requests.clear()
+                manager.save(step, {"state": state}, metrics={"loss": 1.0})
+                manager.wait()
+                found.append([request.kind for request in server.requests])
+    return found[1:]
+
+
+def count_resumes(steps: int, times: int) -> dict[str, list[list[Kind]]]:
+    """The kinds of the requests of resumes from the newest of many steps: of a manager, and of a callback."""
+    found: dict[str, list[list[Kind]]] = {"manager": [], "callback": []}
+    with StandIn() as server:
+        os.environ.update(server.environment())
+        directory = server.url(RUN)
+        with jct.StepManager(directory, preservation_policy=jct.PreserveAll()) as manager:
+            for step in range(1, steps + 1):
+                manager.save(step, {"state": {"w": np.full(64, step)}})
+        for _ in range(times):
+            server.requests.clear()
+            with jct.StepManager(directory) as manager:
+                restored = manager.restore({"state": {"w": np.zeros(64, int)}})
+                found["manager"].append([request.kind for request in server.requests])
+            _check(bytes(restored["state"]["w"]), bytes(np.full(64, steps)))
+            server.requests.clear()
+            with jct.CheckpointCallback(directory, save_interval_steps=10, progress=False) as callback:
+                callback.resume({"w": np.zeros(64, int)})
+                found["callback"].append([request.kind for request in server.requests])
+    return found
+
+
+def _all_bytes(mib: int) -> np.ndarray:
+    return np.concatenate([leaf_bytes(SEED, number, mib * MIB // ARRAYS) for number in range(ARRAYS)])
+
+
+def _state(mib: int) -> dict[str, jax.Array]:
+    width = mib * MIB // ARRAYS
+    return {
+        f"layer_{number:02d}": jax.device_put(leaf_bytes(SEED, number, width).view(np.uint32))
+        for number in range(ARRAYS)
+    }
+
+
+def _target(mib: int) -> dict[str, jax.ShapeDtypeStruct]:
+    shape = (mib * MIB // ARRAYS // 4,)
+    return {f"layer_{number:02d}": jax.ShapeDtypeStruct(shape, np.uint32) for number in range(ARRAYS)}
+
+
+def _small_state() -> dict[str, jax.Array]:
+    return {
+        f"w{number:04d}": jax.device_put(np.full(SMALL_BYTES // 4, number, np.float32))
+        for number in range(SMALL_ARRAYS)
+    }
+
+
+def _timed_save(manager: jct.StepManager, step: int, state: Any, before: Callable[[], None]) -> Answer:
+    """Seconds until the call returned, and until the step was committed."""
+    jax.block_until_ready(state)
+    gc.collect()
+    before()
+    started = time.perf_counter()
+    manager.save(step, {"state": state})
+    returned = time.perf_counter()
+    manager.wait()
+    return {"blocked_s": returned - started, "seconds": time.perf_counter() - started}
+
+
+def _seconds(call: Callable[[], object], mib: int, is_quick: bool) -> float:
+    """Seconds of a call. Memory is prepared before, for all subjects alike: see `host_memory`."""
+    gc.collect()
+    host_memory.make_present(mib * MIB, is_quick=is_quick)
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _check(found: bytes, expected: bytes) -> None:
+    """Raises ValueError: other bytes were loaded."""
+    if found != expected:
+        raise ValueError("other bytes were loaded than saved")
