@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import errno
 import hashlib
+import mmap
 import os
 import re
 import secrets
@@ -541,7 +542,9 @@ class _Upload:
 
     def __init__(self, path: str, place: _Place, settings: ObjectStoreSettings) -> None:
         self._path, self._place, self._settings = path, place, settings
-        self._written, self._part = 0, bytearray()
+        self._written, self._filled = 0, 0
+        # A mapping goes back to the system as soon as obstore has sent it; freed memory of malloc would stay.
+        self._part: mmap.mmap | None = None
         self._writer: Any = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -553,10 +556,12 @@ class _Upload:
             if self._is_closed or offset != self._written:
                 raise StorageError(errno.EINVAL, f"cannot write at {offset} after {self._written} bytes", self._path)
             while view:
-                if len(self._part) == width:
+                if self._filled == width:
                     self._send()
-                taken = view[: width - len(self._part)]
-                self._part += taken
+                self._part = self._part or mmap.mmap(-1, width, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                taken = view[: width - self._filled]
+                self._part[self._filled : self._filled + len(taken)] = taken
+                self._filled += len(taken)
                 self._written, view = self._written + len(taken), view[len(taken) :]
 
     def _send(self) -> None:
@@ -565,9 +570,12 @@ class _Upload:
         if self._writer is None:
             width, most = self._settings.part_bytes, self._settings.concurrency
             self._writer = obstore.open_writer(*self._place, buffer_size=width, max_concurrency=most)
-        part, self._part = self._part, bytearray()
-        self._writer.write(part)
+        self._writer.write(self._content())
+        self._part, self._filled = None, 0
         report_progress()
+
+    def _content(self) -> memoryview:
+        return memoryview(self._part or b"")[: self._filled]
 
     def finish(self, size: int, *, sync: bool) -> None:
         """Complete the object."""
@@ -576,12 +584,12 @@ class _Upload:
                 raise StorageError(errno.EIO, f"{self._written} bytes were written, expected {size}", self._path)
             self._is_closed = True
             if self._writer is None:
-                _put_new(self._path, self._place, bytes(self._part), again=self._settings.retries > 0)
+                _put_new(self._path, self._place, bytes(self._content()), again=self._settings.retries > 0)
             else:
                 self._send()
                 writer, self._writer = self._writer, None
                 writer.close()
-            self._part = bytearray()
+            self._part = None
 
     def abandon(self) -> None:
         """Forget what was not finished. obstore cannot abort an upload: a life-cycle rule of the bucket removes it."""
