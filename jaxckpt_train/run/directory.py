@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxckpt_train._validation import is_url
-from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, StorageError
+from jaxckpt_train.errors import CheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, PreservationPolicy
 from jaxckpt_train.run.catalog import (
     leftovers,
@@ -107,7 +107,7 @@ def release(held: Ownership) -> None:
         held.log.ended()
     try:
         held.lock.release()
-    except (StorageError, CorruptCheckpointError) as error:
+    except CheckpointError as error:
         if getattr(error, "errno", None) not in GONE:
             _log.warning("%s was not released: %s", held.lock.path, error)
 

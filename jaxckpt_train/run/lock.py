@@ -178,7 +178,7 @@ class OwnerLock:
         """Whether this process still holds the lock, as far as the disk shows."""
         try:
             return self._look().has_token(self._record.token)
-        except StorageError:
+        except CheckpointError:  # also if the settings of an object store no longer fit
             return False
 
     def has_live_owner(self) -> bool:
@@ -362,7 +362,7 @@ class OwnerLock:
             if seen.has_token(self._record.token):
                 self._give_up(seen)
             self._tried = False  # last: after an interrupt, the next call releases the lock
-        except StorageError:
+        except CheckpointError:
             _unreleased.add(self._record.token)
             raise
         finally:
