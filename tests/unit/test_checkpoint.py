@@ -320,6 +320,6 @@ def test_every_call_refuses_settings_of_another_type(tmp_path: Path) -> None:
         lambda: jct.StepManager(tmp_path / "run", settings=wrong),
     ]
     for call in calls:
-        with pytest.raises(jct.SettingsError, match=r"settings: .*found \{'direct_io': False\}"):
+        with pytest.raises(jct.SettingsError, match=r"settings: .*found dict"):
             call()
     assert list(tmp_path.iterdir()) == []
