@@ -60,7 +60,7 @@ test-oldest: $(OLDEST_STAMP)  ## run tests with the oldest supported JAX, NumPy 
 
 $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt | python-is-new-enough
 	$(PYTHON) -m venv --clear .venv-oldest
-	.ci/install .venv-oldest -c constraints-oldest.txt -e '.[flax,grain,hydra,blake3,orbax,test]'
+	.ci/install .venv-oldest -c constraints-oldest.txt -e '.[flax,grain,hydra,blake3,orbax,objects,test]'
 	touch $@
 
 test-distributed: $(STAMP)  ## run all tests of multi-process jobs, and stop a job 80 times (30 minutes)
