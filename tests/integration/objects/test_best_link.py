@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.inspection.runs import links_to_steps
@@ -15,15 +12,6 @@ from jaxckpt_train.store.backends.by_path import backend_for
 from tests.support.objects.stand_in import StandIn
 
 BACKEND = backend_for(jct.StoreSettings())
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """A server that the variables of the environment name."""
-    with StandIn() as started:
-        for name, value in started.environment().items():
-            monkeypatch.setenv(name, value)
-        yield started
 
 
 def save(manager: jct.StepManager, step: int, **metrics: float) -> None:
@@ -39,8 +27,8 @@ def best(run: str, name: str = "best") -> int | None:
         return None
 
 
-def test_load_follows_link_to_best_step(server: StandIn) -> None:
-    run = server.url("run")
+def test_load_follows_link_to_best_step(cloud: StandIn) -> None:
+    run = cloud.url("run")
     with jct.StepManager(run, best_link=BestLink("loss")) as manager:
         save(manager, 1)
         assert best(run) is None
@@ -54,16 +42,16 @@ def test_load_follows_link_to_best_step(server: StandIn) -> None:
     assert jct.verify(f"{run}/best").ok
 
 
-def test_link_costs_no_request_of_a_save(server: StandIn) -> None:
-    with jct.StepManager(server.url("run"), best_link=BestLink("loss")) as manager:
+def test_link_costs_no_request_of_a_save(cloud: StandIn) -> None:
+    with jct.StepManager(cloud.url("run"), best_link=BestLink("loss")) as manager:
         save(manager, 1, loss=1.0)
-        start = len(server.requests)
+        start = len(cloud.requests)
         save(manager, 2, loss=0.5)
-        assert len(server.requests) - start == 6
+        assert len(cloud.requests) - start == 6
 
 
-def test_record_never_has_a_link_without_its_step(server: StandIn) -> None:
-    run, policy = server.url("run"), jct.LatestN(1)
+def test_record_never_has_a_link_without_its_step(cloud: StandIn) -> None:
+    run, policy = cloud.url("run"), jct.LatestN(1)
     with jct.StepManager(run, preservation_policy=policy, best_link=BestLink("acc", "max")) as manager:
         for step in range(1, 6):
             save(manager, step, acc=-float(step))
@@ -72,8 +60,8 @@ def test_record_never_has_a_link_without_its_step(server: StandIn) -> None:
     assert best(run) == 5
 
 
-def test_later_jobs_make_and_keep_the_link(server: StandIn) -> None:
-    run = server.url("run")
+def test_later_jobs_make_and_keep_the_link(cloud: StandIn) -> None:
+    run = cloud.url("run")
     with jct.StepManager(run) as manager:
         save(manager, 1, loss=0.3)
         save(manager, 2, loss=0.2)
@@ -89,8 +77,8 @@ def test_later_jobs_make_and_keep_the_link(server: StandIn) -> None:
         assert best(run, "top") is None
 
 
-def test_damaged_step_loses_the_link(server: StandIn) -> None:
-    run = server.url("run")
+def test_damaged_step_loses_the_link(cloud: StandIn) -> None:
+    run = cloud.url("run")
     with jct.StepManager(run, best_link=BestLink("loss")) as manager:
         save(manager, 1, loss=0.3)
         save(manager, 2, loss=0.2)
@@ -98,8 +86,8 @@ def test_damaged_step_loses_the_link(server: StandIn) -> None:
         assert best(run) == 1
 
 
-def test_checkpoint_at_the_name_of_the_link_comes_first(server: StandIn) -> None:
-    run = server.url("run")
+def test_checkpoint_at_the_name_of_the_link_comes_first(cloud: StandIn) -> None:
+    run = cloud.url("run")
     with jct.StepManager(run, best_link=BestLink("loss")) as manager:
         save(manager, 1, loss=0.3)
     jct.save(f"{run}/best", {"w": np.full(4, 9)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,6 @@ from tests.support.objects.stand_in import StandIn
 STATE = {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones(3, jnp.bfloat16)}
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    with StandIn("s3") as found:
-        for name, value in found.environment().items():
-            monkeypatch.setenv(name, value)
-        yield found
-
-
 def assert_equal(found: Any, expected: Any) -> None:
     for name, value in expected.items():
         assert np.asarray(found[name]).tobytes() == np.asarray(value).tobytes()
@@ -41,8 +32,8 @@ def zeros() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["ours", "run", "safetensors", "orbax"])
-def test_callback_starts_from_a_url(server: StandIn, tmp_path: Path, kind: str) -> None:
-    source = server.url("source")
+def test_callback_starts_from_a_url(cloud: StandIn, tmp_path: Path, kind: str) -> None:
+    source = cloud.url("source")
     if kind == "ours":
         jct.save(source, STATE)
     elif kind == "run":
@@ -52,21 +43,21 @@ def test_callback_starts_from_a_url(server: StandIn, tmp_path: Path, kind: str) 
             source = manager.path(4)
     elif kind == "safetensors":
         save_file({name: np.asarray(value) for name, value in STATE.items()}, tmp_path / "model.safetensors")
-        obstore.put(server.access.store(), "source/model.safetensors", tmp_path / "model.safetensors")
+        obstore.put(cloud.access.store(), "source/model.safetensors", tmp_path / "model.safetensors")
     else:
         with orbax.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / "orbax", STATE)
         for file in (each for each in (tmp_path / "orbax").rglob("*") if each.is_file()):
-            obstore.put(server.access.store(), f"source/{file.relative_to(tmp_path / 'orbax')}", file)
-    with jct.CheckpointCallback(server.url("new"), init_from=source) as ckpt:
+            obstore.put(cloud.access.store(), f"source/{file.relative_to(tmp_path / 'orbax')}", file)
+    with jct.CheckpointCallback(cloud.url("new"), init_from=source) as ckpt:
         assert_equal(ckpt.resume(zeros()), STATE)
 
 
-def test_manager_of_a_url_loads_a_step_into_a_target(server: StandIn) -> None:
-    with jct.StepManager(server.url("run")) as manager:
+def test_manager_of_a_url_loads_a_step_into_a_target(cloud: StandIn) -> None:
+    with jct.StepManager(cloud.url("run")) as manager:
         for step in (1, 2):
             manager.save(step, {"state": STATE | {"w": STATE["w"] + step}})
-    found = jct.StepManager(server.url("run")).load({"state": zeros()}, step=1)["state"]
+    found = jct.StepManager(cloud.url("run")).load({"state": zeros()}, step=1)["state"]
     assert_equal(found, STATE | {"w": STATE["w"] + 1})
 
 
@@ -86,8 +77,8 @@ class FileArgs(orbax.args.CheckpointArgs):
     item: Any = None
 
 
-def test_orbax_manager_takes_a_url(server: StandIn) -> None:
-    directory = server.url("run")
+def test_orbax_manager_takes_a_url(cloud: StandIn) -> None:
+    directory = cloud.url("run")
     names = ("state", "note", "text")
     with ocp.CheckpointManager(directory, metadata={"user": 1}, item_names=names) as manager:
         for step in (1, 2, 3):
@@ -109,14 +100,14 @@ def test_orbax_manager_takes_a_url(server: StandIn) -> None:
     assert (found["note"], found["text"]) == ({"step": 3}, "of step 3")
 
 
-def test_folder_for_deleted_steps_is_refused_on_a_url(server: StandIn) -> None:
+def test_folder_for_deleted_steps_is_refused_on_a_url(cloud: StandIn) -> None:
     with pytest.raises(jct.SettingsError, match="todelete_subdir"):
-        ocp.CheckpointManager(server.url("run"), options=ocp.CheckpointManagerOptions(todelete_subdir="old"))
+        ocp.CheckpointManager(cloud.url("run"), options=ocp.CheckpointManagerOptions(todelete_subdir="old"))
 
 
-def test_hosts_write_and_read_a_url(server: StandIn) -> None:
+def test_hosts_write_and_read_a_url(cloud: StandIn) -> None:
     state = {"w": jnp.arange(1 << 16, dtype=jnp.float32)}
-    jct.save(server.url("one"), state, settings=HOSTS)
+    jct.save(cloud.url("one"), state, settings=HOSTS)
     like = {"w": jnp.zeros(1 << 16, jnp.float32)}
-    assert_equal(jct.load(server.url("one"), like, settings=HOSTS), state)
-    assert jct.verify(server.url("one")).ok
+    assert_equal(jct.load(cloud.url("one"), like, settings=HOSTS), state)
+    assert jct.verify(cloud.url("one")).ok
