@@ -9,7 +9,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,42 +62,33 @@ finally:
 OPTIONS = {"save_interval_steps": 2, "keep_latest": 2, "keep_best": 1, "best_metric": "loss", "best_link": True}
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """A server that the variables of the environment name, here and in other processes."""
-    with StandIn() as started:
-        for name, value in started.environment().items():
-            monkeypatch.setenv(name, value)
-        yield started
-
-
 def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def test_preempted_training_continues_exactly(server: StandIn, run_python: RunPython) -> None:
+def test_preempted_training_continues_exactly(cloud: StandIn, run_python: RunPython) -> None:
     options = json.dumps(OPTIONS)
-    straight = result_of(run_python(TRAINING, server.url("straight"), "0", options, check=True))
-    first = run_python(TRAINING, server.url("run"), "7", options)
+    straight = result_of(run_python(TRAINING, cloud.url("straight"), "0", options, check=True))
+    first = run_python(TRAINING, cloud.url("run"), "7", options)
     assert first.returncode == 75, first.stderr
-    assert jct.StepManager(server.url("run")).latest == 7
-    second = result_of(run_python(TRAINING, server.url("run"), "0", options, check=True))
+    assert jct.StepManager(cloud.url("run")).latest == 7
+    second = result_of(run_python(TRAINING, cloud.url("run"), "0", options, check=True))
     assert result_of(first)["losses"] + second["losses"] == straight["losses"]
     assert second["digest"] == straight["digest"]
 
-    manager = jct.StepManager(server.url("run"))
+    manager = jct.StepManager(cloud.url("run"))
     saved = {step: straight["losses"][step - 1] for step in (2, 4, 6, 7, 8, 10, 12)}
     best = min(saved, key=lambda step: saved[step])
     assert manager.steps == sorted({best, 10, 12})
-    assert jct.metadata(server.url("run/best")).step == best
+    assert jct.metadata(cloud.url("run/best")).step == best
     events = [event["event"] for event in manager.history.events()]
     assert events.count("preempted") == 1
     assert events[-1] == "end"
 
 
-def test_pinned_step_survives_later_loops(server: StandIn) -> None:
-    directory, state = server.url("run"), {"w": np.zeros(3)}
+def test_pinned_step_survives_later_loops(cloud: StandIn) -> None:
+    directory, state = cloud.url("run"), {"w": np.zeros(3)}
     for stop in (3, 6):
         with jct.CheckpointCallback(directory, save_interval_steps=1, keep_latest=1, progress=False) as ckpt:
             state = ckpt.resume(state)
@@ -111,10 +101,10 @@ def test_pinned_step_survives_later_loops(server: StandIn) -> None:
     assert jct.StepManager(directory).steps == [1, 6]
 
 
-def test_error_in_loop_saves_the_last_update(server: StandIn) -> None:
+def test_error_in_loop_saves_the_last_update(cloud: StandIn) -> None:
     with (
         pytest.raises(ZeroDivisionError),
-        jct.CheckpointCallback(server.url("run"), save_interval_steps=100, save_on_error=True, progress=False) as ckpt,
+        jct.CheckpointCallback(cloud.url("run"), save_interval_steps=100, save_on_error=True, progress=False) as ckpt,
     ):
         state = ckpt.resume({"w": np.zeros(3)})
         for step in ckpt.steps(10):
@@ -122,30 +112,30 @@ def test_error_in_loop_saves_the_last_update(server: StandIn) -> None:
             ckpt(state)
             if step == 4:
                 raise ZeroDivisionError
-    assert jct.load(jct.StepManager(server.url("run")).path())["w"].tolist() == [5.0, 5.0, 5.0]
+    assert jct.load(jct.StepManager(cloud.url("run")).path())["w"].tolist() == [5.0, 5.0, 5.0]
 
 
-def test_new_run_starts_from_best_step_of_another(server: StandIn) -> None:
-    with jct.StepManager(server.url("old"), best_link=jct.BestLink("loss")) as manager:
+def test_new_run_starts_from_best_step_of_another(cloud: StandIn) -> None:
+    with jct.StepManager(cloud.url("old"), best_link=jct.BestLink("loss")) as manager:
         for step, loss in ((1, 0.5), (2, 0.1), (3, 0.3)):
             manager.save(step, {"state": {"w": np.full(3, float(step))}}, metrics={"loss": loss})
             manager.wait()
-    options: dict[str, Any] = {"save_interval_steps": 1, "init_from": server.url("old/best"), "progress": False}
-    with jct.CheckpointCallback(server.url("new"), **options) as ckpt:
+    options: dict[str, Any] = {"save_interval_steps": 1, "init_from": cloud.url("old/best"), "progress": False}
+    with jct.CheckpointCallback(cloud.url("new"), **options) as ckpt:
         assert ckpt.resume({"w": np.zeros(3)})["w"].tolist() == [2.0, 2.0, 2.0]
         assert ckpt.completed_steps == 0
 
 
-def test_loop_goes_on_while_the_endpoint_is_silent(server: StandIn, caplog: pytest.LogCaptureFixture) -> None:
+def test_loop_goes_on_while_the_endpoint_is_silent(cloud: StandIn, caplog: pytest.LogCaptureFixture) -> None:
     quick = ObjectStoreSettings(request_timeout_s=4.0, retries=1, retry_timeout_s=1.0)
     store, stall_s = jct.StoreSettings(object_store=quick), 1.0
     ckpt = jct.CheckpointCallback(
-        server.url("run"), save_interval_steps=1, store=store, stall_timeout_s=stall_s, progress=False
+        cloud.url("run"), save_interval_steps=1, store=store, stall_timeout_s=stall_s, progress=False
     )
     state = ckpt.resume({"w": np.zeros(3)})
     ckpt(state)
     ckpt.wait()
-    server.faults, started = Silent(), time.monotonic()
+    cloud.faults, started = Silent(), time.monotonic()
     with caplog.at_level(logging.WARNING):
         ckpt({"w": state["w"] + 1})
         result = ckpt({"w": state["w"] + 2})
@@ -156,8 +146,8 @@ def test_loop_goes_on_while_the_endpoint_is_silent(server: StandIn, caplog: pyte
     with pytest.raises(jct.StorageError, match="cannot"):
         ckpt.close()
     assert time.monotonic() - started < 60.0
-    server.faults = None
-    with jct.StepManager(server.url("run")) as manager:
+    cloud.faults = None
+    with jct.StepManager(cloud.url("run")) as manager:
         manager.restore({"state": {"w": np.zeros(3)}})
         assert manager.restored_step == 1
 
@@ -173,11 +163,11 @@ except KeyboardInterrupt:
 """
 
 
-def test_interrupt_ends_a_request_without_answer(server: StandIn) -> None:
-    server.faults = Silent()
-    process = WarmProcess(["-c", INTERRUPTED, server.url("there")], {**os.environ, "PYTHONPATH": str(REPO_ROOT)})
+def test_interrupt_ends_a_request_without_answer(cloud: StandIn) -> None:
+    cloud.faults = Silent()
+    process = WarmProcess(["-c", INTERRUPTED, cloud.url("there")], {**os.environ, "PYTHONPATH": str(REPO_ROOT)})
     pause, until = threading.Event(), time.monotonic() + 60
-    while not server.requests and time.monotonic() < until:
+    while not cloud.requests and time.monotonic() < until:
         pause.wait(0.05)
     process.send_signal(signal.SIGINT)
     with process.stdin, process.stdout, process.stderr:
@@ -210,9 +200,9 @@ if __name__ == "__main__":
     [("fork", 'get_context("spawn")'), pytest.param("spawn", "[0, 1, 2]", marks=pytest.mark.nightly)],
 )
 def test_child_of_process_that_used_the_storage(
-    server: StandIn, run_python: RunPython, tmp_path: Path, way: str, expected: str
+    cloud: StandIn, run_python: RunPython, tmp_path: Path, way: str, expected: str
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(CHILD)
-    done = run_python(program, server.url("there"), way, check=True)
+    done = run_python(program, cloud.url("there"), way, check=True)
     assert expected in done.stdout

@@ -20,20 +20,17 @@ class FailingReads(Faults):
         return Fail(500) if request.kind == "get" and self.name in request.key else None
 
 
-def test_restore_does_not_go_back_because_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_does_not_go_back_because_of_the_network(cloud: StandIn) -> None:
     settings = jct.StoreSettings(object_store=jct.settings.ObjectStoreSettings(retries=0))
-    with StandIn("s3") as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        with jct.StepManager(server.url("run"), settings=settings) as manager:
-            for step in (1, 2):
-                manager.save(step, {"state": {"w": np.full(100, step)}})
-            manager.wait()
-            newest = manager.path(2).rpartition("/")[2]
-            server.faults = FailingReads(newest)
-            with pytest.raises(jct.StorageError, match=newest):
-                manager.restore()
-            server.faults = None
-            assert manager.restore()["state"]["w"][0] == 2
-            assert manager.steps == [1, 2]
-            assert not manager.damaged
+    with jct.StepManager(cloud.url("run"), settings=settings) as manager:
+        for step in (1, 2):
+            manager.save(step, {"state": {"w": np.full(100, step)}})
+        manager.wait()
+        newest = manager.path(2).rpartition("/")[2]
+        cloud.faults = FailingReads(newest)
+        with pytest.raises(jct.StorageError, match=newest):
+            manager.restore()
+        cloud.faults = None
+        assert manager.restore()["state"]["w"][0] == 2
+        assert manager.steps == [1, 2]
+        assert not manager.damaged
