@@ -420,6 +420,7 @@ class ObjectAttempt(StepAttempt):
     _others: Sequence[str] = ()  # the prefixes at that time
 
     def _begin(self, backend: Backend, settings: StoreSettings) -> str:
+        objects_of(backend).probe(self.final)
         # A save that began before this one and publishes first makes this one fail. So what is there now can be removed
         # once this one is published. What others begin later must stay.
         self._others = [each.name for each in list_entries(backend, self.final) if is_data_folder(each.name)]

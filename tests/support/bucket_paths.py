@@ -171,9 +171,8 @@ def pytest_configure(config: pytest.Config) -> None:
         stack = contextlib.ExitStack()
         config.add_cleanup(stack.close)
         server = stack.enter_context(StandIn("s3"))
+        stack.enter_context(server.named())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name, value in server.environment().items():
-            patch.setenv(name, value)
         BucketPath.objects = server.objects
         for module in list(sys.modules.values()):
             is_of_tests = module.__name__.startswith("tests.")

@@ -77,6 +77,7 @@ class _Clients:
     def __init__(self) -> None:
         self._owner: int | None = None  # the process that has used obstore
         self._made = PerProcess[tuple[str, ObjectStoreSettings, str], Any](_new_client)
+        self.probed: list[ObjectStore] = []  # those whose endpoint is known to honour conditions (a store has no hash)
 
     def get(self, bucket: str, settings: ObjectStoreSettings) -> ObjectStore:
         """The client of a bucket.
@@ -190,7 +191,6 @@ class ObjectBackend:
             ) from error
         self._settings = settings
         self._seen: dict[str, tuple[int, UpdateVersion]] = {}  # the newest known version of each record
-        self._probed: set[str] = set()
 
     def _at(self, path: str) -> _Place:
         scheme, _, rest = path.partition("://")
@@ -225,17 +225,8 @@ class ObjectBackend:
 
     def write_new(self, path: str, data: bytes) -> bool:
         """Create a small object with this content; False if the name is taken."""
-        try:
-            self._put_new(path, data)
-        except StorageError as error:
-            if error.errno == errno.EEXIST:
-                return False
-            raise
-        return True
-
-    def _put_new(self, path: str, data: bytes) -> None:
-        """Put an object that must not exist. If it exists with this content, an earlier try has put it."""
-        _put_new(path, self._at(path), data, again=self._settings.retries > 0)
+        with _storage_errors("create the object", path):
+            return _put_on_condition(self._at(path), data, "create", self._settings.retries) is not None
 
     def read_small(self, path: str, limit: int) -> bytes | None:
         """The content of a small object; None: there is none. Raises CorruptCheckpointError: it is too large."""
@@ -255,26 +246,16 @@ class ObjectBackend:
         """Replace the content `before` of a small object by `data`; False: it has other content, or is gone."""
         import obstore
 
-        again = self._settings.retries > 0
         with _storage_errors("replace the object", path):
-            store, key = self._at(path)
-            while True:
-                try:
-                    found = obstore.get(store, key)
-                    now = bytes(found.bytes()) if found.meta["size"] in (len(before), len(data)) else None
-                    if now != before:
-                        return now == data  # the first put has arrived late
-                    obstore.put(store, key, data, mode=_token(found.meta), use_multipart=False)
-                    return True
-                except Exception as error:
-                    content = self.read_small(path, max(len(data), MAX_RECORD_BYTES))
-                    if content == data:
-                        return True
-                    if _is_refused(error):
-                        return False
-                    if not again or content != before:
-                        raise
-                    again = False  # see `_put_new`
+            place = self._at(path)
+            try:
+                found = obstore.get(*place)
+            except FileNotFoundError:
+                return False
+            now = bytes(found.bytes()) if found.meta["size"] in (len(before), len(data)) else None
+            if now != before:
+                return now == data  # the first put has arrived late
+            return _put_on_condition(place, data, _token(found.meta), self._settings.retries) is not None
 
     def list(self, path: str) -> list[Entry]:
         """The objects and prefixes below a prefix, sorted by name."""
@@ -389,29 +370,15 @@ class ObjectBackend:
             self._write_record(path, _Header(version, secrets.token_hex(16)), found.data, found.token)
 
     def _write_record(self, path: str, header: _Header, data: bytes, token: UpdateVersion | None) -> bool:
-        """Put a record conditionally; whether it was written. Reads it back after any doubt."""
-        import obstore
-
-        again = self._settings.retries > 0
+        """Put a record on the condition that it has this version; returns whether it was written."""
+        self._seen.pop(path, None)
         with _storage_errors("write the record", path):
-            store, key = self._at(f"{path}.json")
             content = msgspec.json.encode(header) + b"\n" + data
             mode: Any = "create" if token is None else token
-            while True:
-                try:
-                    done = obstore.put(store, key, content, mode=mode, use_multipart=False)
-                    self._seen[path] = header.version, _token(done)
-                    return True
-                except Exception as error:
-                    self._seen.pop(path, None)
-                    found = self._read(path)
-                    if found is not None and found.header.nonce == header.nonce:
-                        return True
-                    if _is_refused(error):
-                        return False
-                    if not again or (None if found is None else found.token) != token:
-                        raise
-                    again = False  # see `_put_new`
+            done = _put_on_condition(self._at(f"{path}.json"), content, mode, self._settings.retries)
+        if done is not None:
+            self._seen[path] = header.version, _token(done)
+        return done is not None
 
     def kvstore(self, directory: str) -> dict[str, Any]:
         """Describe a prefix for TensorStore. Its credentials are those that it finds in the environment."""
@@ -451,20 +418,19 @@ class ObjectBackend:
         import obstore
         from obstore import exceptions
 
-        bucket = "/".join(directory.split("/")[:3])
-        if bucket in self._probed or not self._settings.check_conditions:
+        if not self._settings.check_conditions or self._at(directory).store in _clients.probed:
             return
         path = f"{directory}/.jaxckpt-now-{secrets.token_hex(8)}"
         with _storage_errors("write a first object", path):
-            store, key = self._at(path)
+            place = store, key = self._at(path)
             ignored = []
-            first = _put_surely(store, key, b"1" + secrets.token_bytes(8), "create")
+            first = _put_on_condition(place, b"1" + secrets.token_bytes(8), "create", self._settings.retries)
             try:
                 obstore.put(store, key, b"2" + secrets.token_bytes(8), mode="create", use_multipart=False)
                 ignored.append("If-None-Match (create only)")
             except exceptions.AlreadyExistsError:
                 pass
-            _put_surely(store, key, b"3" + secrets.token_bytes(8), _token(first))
+            _put_on_condition(place, b"3" + secrets.token_bytes(8), _token(first), self._settings.retries)
             try:
                 obstore.put(store, key, b"4" + secrets.token_bytes(8), mode=_token(first), use_multipart=False)
                 ignored.append("If-Match (replace only this version)")
@@ -479,7 +445,7 @@ class ObjectBackend:
                 "one, or set object_store.check_conditions=False if no other job ever saves there",
                 directory,
             )
-        self._probed.add(bucket)
+        _clients.probed.append(store)
 
 
 def _is_refused(error: Exception) -> bool:
@@ -494,44 +460,33 @@ def _token(meta: Any) -> UpdateVersion:
     return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}  # type: ignore[return-value]
 
 
-def _put_surely(store: ObjectStore, key: str, data: bytes, mode: Literal["create"] | UpdateVersion) -> Any:
-    """Put an object, and return its version. If the client has repeated a request, its first one may have succeeded."""
-    import obstore
-    from obstore import exceptions
+def _put_on_condition(place: _Place, data: bytes, mode: Literal["create"] | UpdateVersion, retries: int) -> Any | None:
+    """Put an object, and return its new version; None: the condition does not hold.
 
-    try:
-        return obstore.put(store, key, data, mode=mode, use_multipart=False)
-    except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-        found = obstore.get(store, key)
-        if bytes(found.bytes()) != data:
-            raise
-        return found.meta
-
-
-def _put_new(path: str, place: _Place, data: bytes, *, again: bool) -> None:
-    """Put an object that must not exist; `again`: once more if it is not there after an error.
-
-    obstore does not repeat a conditional put that has timed out, since it may have had its effect.
+    A put may have had its effect even if it fails, or if its repetition is refused, so the object is read back. Its
+    content must differ from that of any other put. If nothing has changed, it is put once more (unless `retries` is 0),
+    because obstore does not repeat a conditional put that has timed out.
     """
     import obstore
-    from obstore import exceptions
 
-    with _storage_errors("create the object", path):
-        store, key = place
+    try:
+        return obstore.put(*place, data, mode=mode, use_multipart=False)
+    except Exception as error:
+        now: Any = None  # unknown
         try:
-            obstore.put(store, key, data, mode="create", use_multipart=False)
-        except Exception as error:
-            try:
-                found = obstore.get(store, key)
-                if found.meta["size"] == len(data) and bytes(found.bytes()) == data:
-                    return
-            except FileNotFoundError:
-                if again and not isinstance(error, exceptions.AlreadyExistsError):
-                    _put_new(path, place, data, again=False)
-                    return
-            except Exception:  # noqa: BLE001  # the error of the put stands
-                pass
-            raise error
+            found = obstore.get(*place)
+            if found.meta["size"] == len(data) and bytes(found.bytes()) == data:
+                return found.meta
+            now = _token(found.meta)
+        except FileNotFoundError:
+            now = "create"
+        except Exception:  # noqa: BLE001  # the error of the put stands
+            pass
+        if now is not None and _is_refused(error):
+            return None
+        if retries and now == mode:
+            return _put_on_condition(place, data, mode, 0)
+        raise error
 
 
 class _Upload:
@@ -584,7 +539,9 @@ class _Upload:
                 raise StorageError(errno.EIO, f"{self._written} bytes were written, expected {size}", self._path)
             self._is_closed = True
             if self._writer is None:
-                _put_new(self._path, self._place, bytes(self._content()), again=self._settings.retries > 0)
+                content = bytes(self._content())
+                if _put_on_condition(self._place, content, "create", self._settings.retries) is None:
+                    raise storage_error(errno.EEXIST, "create the object", self._path)
             else:
                 self._send()
                 writer, self._writer = self._writer, None

@@ -65,9 +65,7 @@ def test_demo_of_equal_trainings_succeeds(run_example: Any, tmp_path: Path) -> N
 
 
 def test_demo_on_an_object_store_succeeds(run_example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with StandIn() as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+    with StandIn() as server, server.named():
         url = server.url("demo")
         output = run_example("demo.py", "--steps", "300", "--preemptions", "1", "--directory", url, cwd=tmp_path)
         assert "Everything is equal" in output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from typer.testing import CliRunner
 import jaxckpt_train as jct
 from jaxckpt_train.cli.main import app
 from jaxckpt_train.errors import NotACheckpointError, SettingsError, StorageError
-from tests.support.objects.access import Dialect
 from tests.support.objects.faults import Action, Fail, Faults, Request
 from tests.support.objects.stand_in import StandIn
 
@@ -31,32 +29,23 @@ TREE = {
 WHOLE = {"layer.kernel": TREE["layer"]["kernel"], "count": TREE["count"]}
 
 
-@pytest.fixture(params=["s3"])
-def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    dialect: Dialect = request.param
-    with StandIn(dialect) as found:
-        for name, value in found.environment().items():
-            monkeypatch.setenv(name, value)
-        yield found
+all_dialects = pytest.mark.parametrize("cloud", ["s3", "gcs", "azure"], indirect=True)
 
 
-all_dialects = pytest.mark.parametrize("server", ["s3", "gcs", "azure"], indirect=True)
+def keys_of(cloud: StandIn) -> list[str]:
+    return sorted(each["path"] for batch in obstore.list(cloud.access.store()) for each in batch)
 
 
-def keys_of(server: StandIn) -> list[str]:
-    return sorted(each["path"] for batch in obstore.list(server.access.store()) for each in batch)
-
-
-def upload(server: StandIn, folder: Path, key: str) -> None:
+def upload(cloud: StandIn, folder: Path, key: str) -> None:
     for file in (each for each in folder.rglob("*") if each.is_file()):
-        obstore.put(server.access.store(), f"{key}/{file.relative_to(folder)}", file)
+        obstore.put(cloud.access.store(), f"{key}/{file.relative_to(folder)}", file)
 
 
-def download(server: StandIn, key: str, folder: Path) -> Path:
-    for name in (each for each in keys_of(server) if each.startswith(key)):
+def download(cloud: StandIn, key: str, folder: Path) -> Path:
+    for name in (each for each in keys_of(cloud) if each.startswith(key)):
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(bytes(obstore.get(server.access.store(), name).bytes()))
+        file.write_bytes(bytes(obstore.get(cloud.access.store(), name).bytes()))
     return folder / key
 
 
@@ -95,62 +84,62 @@ class FailAt(Faults):
 
 
 @all_dialects
-def test_safetensors_file_is_read(server: StandIn, tmp_path: Path) -> None:
+def test_safetensors_file_is_read(cloud: StandIn, tmp_path: Path) -> None:
     save_file(WHOLE, tmp_path / "model.safetensors")
-    upload(server, tmp_path, "m")
+    upload(cloud, tmp_path, "m")
     local = jct.load(tmp_path / "model.safetensors")
-    assert_same(jct.load(server.url("m/model.safetensors")), local)
-    assert_same(jct.load(server.url("m")), local)
+    assert_same(jct.load(cloud.url("m/model.safetensors")), local)
+    assert_same(jct.load(cloud.url("m")), local)
     like = {"count": np.zeros(5, np.int64)}
-    assert_same(jct.load(server.url("m"), like, only="count"), {"count": WHOLE["count"]})
-    assert jct.metadata(server.url("m")).bytes == jct.metadata(tmp_path / "model.safetensors").bytes
+    assert_same(jct.load(cloud.url("m"), like, only="count"), {"count": WHOLE["count"]})
+    assert jct.metadata(cloud.url("m")).bytes == jct.metadata(tmp_path / "model.safetensors").bytes
 
 
-def test_safetensors_folder_with_index_is_read(server: StandIn, tmp_path: Path) -> None:
+def test_safetensors_folder_with_index_is_read(cloud: StandIn, tmp_path: Path) -> None:
     write_shards(tmp_path)
-    upload(server, tmp_path, "m")
-    assert_same(jct.load(server.url("m")), jct.load(tmp_path))
-    assert_same(jct.load(server.url("m/model.safetensors.index.json")), jct.load(tmp_path))
+    upload(cloud, tmp_path, "m")
+    assert_same(jct.load(cloud.url("m")), jct.load(tmp_path))
+    assert_same(jct.load(cloud.url("m/model.safetensors.index.json")), jct.load(tmp_path))
 
 
-def test_large_read_stays_within_its_budget(server: StandIn, tmp_path: Path) -> None:
+def test_large_read_stays_within_its_budget(cloud: StandIn, tmp_path: Path) -> None:
     save_file(WHOLE, tmp_path / "model.safetensors")
-    upload(server, tmp_path, "m")
+    upload(cloud, tmp_path, "m")
     like = {"layer.kernel": np.zeros((1100, 2500), np.float64)}
     settings = jct.StoreSettings(read_budget_bytes=8 << 20)
-    loaded = jct.load(server.url("m"), like, only="layer.kernel", cast=True, settings=settings)
+    loaded = jct.load(cloud.url("m"), like, only="layer.kernel", cast=True, settings=settings)
     assert np.array_equal(loaded["layer.kernel"], WHOLE["layer.kernel"])
-    ranges = [each.range for each in server.requests if each.method == "GET" and each.range]
+    ranges = [each.range for each in cloud.requests if each.method == "GET" and each.range]
     assert max(int(stop) - int(start) for start, stop in (span[6:].split("-") for span in ranges)) < 8 << 20
 
 
 @all_dialects
-def test_flax_files_are_read(server: StandIn, tmp_path: Path) -> None:
+def test_flax_files_are_read(cloud: StandIn, tmp_path: Path) -> None:
     state = {"w": np.arange(1000.0), "step": 3}
     for step in (3, 20):
         (tmp_path / f"checkpoint_{step}").write_bytes(serialization.to_bytes(state | {"step": step}))
-    upload(server, tmp_path, "f")
-    assert_same(jct.load(server.url("f")), state | {"step": 20})
-    assert_same(jct.load(server.url("f/checkpoint_3")), state)
+    upload(cloud, tmp_path, "f")
+    assert_same(jct.load(cloud.url("f")), state | {"step": 20})
+    assert_same(jct.load(cloud.url("f/checkpoint_3")), state)
 
 
 @pytest.mark.parametrize("item", [True, False])
-def test_orbax_steps_are_read(server: StandIn, tmp_path: Path, item: bool) -> None:
+def test_orbax_steps_are_read(cloud: StandIn, tmp_path: Path, item: bool) -> None:
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         manager.save(5, args=ocp.args.StandardSave(TREE))
-    upload(server, tmp_path / "run", "run")
+    upload(cloud, tmp_path / "run", "run")
     where = "5/default" if item else "5"
-    assert_same(jct.load(server.url(f"run/{where}")), jct.load(tmp_path / "run" / where))
+    assert_same(jct.load(cloud.url(f"run/{where}")), jct.load(tmp_path / "run" / where))
 
 
-def test_unreachable_orbax_arrays_are_not_called_damaged(server: StandIn, tmp_path: Path) -> None:
+def test_unreachable_orbax_arrays_are_not_called_damaged(cloud: StandIn, tmp_path: Path) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "o", {"w": np.arange(2_000_000)})
-    upload(server, tmp_path / "o", "o")
-    server.faults = RefuseData()
+    upload(cloud, tmp_path / "o", "o")
+    cloud.faults = RefuseData()
     settings = jct.StoreSettings(object_store=jct.settings.ObjectStoreSettings(retries=0))
     with pytest.raises(StorageError) as raised:
-        jct.load(server.url("o"), settings=settings)
+        jct.load(cloud.url("o"), settings=settings)
     assert raised.value.errno == errno.EACCES
 
 
@@ -161,90 +150,88 @@ class RefuseData(Faults):
         return Fail(403) if request.method == "GET" and "/d/" in request.key else None
 
 
-def test_pytorch_and_orbax_on_azure_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pytorch_and_orbax_on_azure_say_what_to_do(tmp_path: Path) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "o", TREE)
-    with StandIn("azure") as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        upload(server, tmp_path / "o", "o")
-        obstore.put(server.access.store(), "t/.metadata", b"1")
-        obstore.put(server.access.store(), "t/__0_0.distcp", b"1")
+    with StandIn("azure") as cloud, cloud.named():
+        upload(cloud, tmp_path / "o", "o")
+        obstore.put(cloud.access.store(), "t/.metadata", b"1")
+        obstore.put(cloud.access.store(), "t/__0_0.distcp", b"1")
         with pytest.raises(SettingsError, match="local directory"):
-            jct.load(server.url("o"))
+            jct.load(cloud.url("o"))
         with pytest.raises(NotACheckpointError, match="download"):
-            jct.load(server.url("t"))
-        jct.save(server.url("ours"), TREE)
-        before = keys_of(server)
-        result = CliRunner().invoke(app, ["export", server.url("ours"), server.url("out"), "--to", "orbax"])
+            jct.load(cloud.url("t"))
+        jct.save(cloud.url("ours"), TREE)
+        before = keys_of(cloud)
+        result = CliRunner().invoke(app, ["export", cloud.url("ours"), cloud.url("out"), "--to", "orbax"])
         assert result.exit_code == 2
-        assert keys_of(server) == before
+        assert keys_of(cloud) == before
 
 
 @all_dialects
-def test_safetensors_are_exported(server: StandIn, tmp_path: Path) -> None:
-    jct.save(server.url("ours"), TREE)
+def test_safetensors_are_exported(cloud: StandIn, tmp_path: Path) -> None:
+    jct.save(cloud.url("ours"), TREE)
     jct.save(tmp_path / "ours", TREE)
-    run("export", server.url("ours"), server.url("one.safetensors"), "--to", "safetensors")
-    run("export", server.url("ours"), server.url("folder"), "--to", "safetensors", "--shard-gb", "0.01")
+    run("export", cloud.url("ours"), cloud.url("one.safetensors"), "--to", "safetensors")
+    run("export", cloud.url("ours"), cloud.url("folder"), "--to", "safetensors", "--shard-gb", "0.01")
     run("export", str(tmp_path / "ours"), str(tmp_path / "one.safetensors"), "--to", "safetensors")
     run("export", str(tmp_path / "ours"), str(tmp_path / "folder"), "--to", "safetensors", "--shard-gb", "0.01")
-    there = download(server, "", tmp_path / "there")
+    there = download(cloud, "", tmp_path / "there")
     names = ["one.safetensors", *(f"folder/{file.name}" for file in (tmp_path / "folder").iterdir())]
     assert len(names) == 4
     for name in names:
         assert (there / name).read_bytes() == (tmp_path / name).read_bytes()
-    written = [each.key for each in server.requests if each.method in ("PUT", "POST") and "folder/" in each.key]
+    written = [each.key for each in cloud.requests if each.method in ("PUT", "POST") and "folder/" in each.key]
     assert written[-1].endswith(".index.json")
     assert load_file(there / "one.safetensors")["layer.kernel"].tobytes() == WHOLE["layer.kernel"].tobytes()
 
 
 @pytest.mark.parametrize("form", ["safetensors", "orbax"])
-def test_export_refuses_a_taken_name_and_removes_what_failed(server: StandIn, form: str) -> None:
-    jct.save(server.url("ours"), TREE)
-    obstore.put(server.access.store(), "taken/file", b"1")
-    before = keys_of(server)
+def test_export_refuses_a_taken_name_and_removes_what_failed(cloud: StandIn, form: str) -> None:
+    jct.save(cloud.url("ours"), TREE)
+    obstore.put(cloud.access.store(), "taken/file", b"1")
+    before = keys_of(cloud)
     arguments = ["--to", form, *(["--shard-gb", "0.01"] if form == "safetensors" else [])]
-    result = CliRunner().invoke(app, ["export", server.url("ours"), server.url("taken"), *arguments])
+    result = CliRunner().invoke(app, ["export", cloud.url("ours"), cloud.url("taken"), *arguments])
     assert result.exit_code != 0
-    server.faults = FailAt("index.json" if form == "safetensors" else "_CHECKPOINT_METADATA")
-    result = CliRunner().invoke(app, ["export", server.url("ours"), server.url("new"), *arguments])
+    cloud.faults = FailAt("index.json" if form == "safetensors" else "_CHECKPOINT_METADATA")
+    result = CliRunner().invoke(app, ["export", cloud.url("ours"), cloud.url("new"), *arguments])
     assert result.exit_code != 0
-    assert keys_of(server) == before
+    assert keys_of(cloud) == before
 
 
-def test_orbax_is_exported(server: StandIn, tmp_path: Path) -> None:
-    jct.save(server.url("ours"), TREE)
-    run("export", server.url("ours"), server.url("run/7"), "--to", "orbax", "--item", "default")
-    written = [each.key for each in server.requests if each.method == "PUT" and each.key.startswith("run/7")]
+def test_orbax_is_exported(cloud: StandIn, tmp_path: Path) -> None:
+    jct.save(cloud.url("ours"), TREE)
+    run("export", cloud.url("ours"), cloud.url("run/7"), "--to", "orbax", "--item", "default")
+    written = [each.key for each in cloud.requests if each.method == "PUT" and each.key.startswith("run/7")]
     assert written[-1] == "run/7/commit_success.txt"
-    assert_same(jct.load(server.url("run/7")), jct.load(server.url("ours")))
-    folder = download(server, "run", tmp_path)
+    assert_same(jct.load(cloud.url("run/7")), jct.load(cloud.url("ours")))
+    folder = download(cloud, "run", tmp_path)
     with ocp.CheckpointManager(folder, item_names=("default",)) as manager:
         found = manager.restore(7, args=ocp.args.Composite(default=ocp.args.StandardRestore()))
     assert_same(found["default"], TREE)
 
 
 @all_dialects
-def test_import_to_and_from_urls(server: StandIn, tmp_path: Path) -> None:
+def test_import_to_and_from_urls(cloud: StandIn, tmp_path: Path) -> None:
     write_shards(tmp_path)
-    upload(server, tmp_path, "m")
-    run("import", server.url("m"), server.url("ours"))
-    run("import", server.url("m"), str(tmp_path / "ours"))
-    run("import", str(tmp_path), server.url("second"))
-    for place in (server.url("ours"), tmp_path / "ours", server.url("second")):
+    upload(cloud, tmp_path, "m")
+    run("import", cloud.url("m"), cloud.url("ours"))
+    run("import", cloud.url("m"), str(tmp_path / "ours"))
+    run("import", str(tmp_path), cloud.url("second"))
+    for place in (cloud.url("ours"), tmp_path / "ours", cloud.url("second")):
         assert jct.verify(place).ok
         assert_same(jct.load(place), WHOLE)
 
 
-def test_transforms_apply_to_urls(server: StandIn, tmp_path: Path) -> None:
+def test_transforms_apply_to_urls(cloud: StandIn, tmp_path: Path) -> None:
     save_file(WHOLE, tmp_path / "model.safetensors")
-    upload(server, tmp_path, "m")
+    upload(cloud, tmp_path, "m")
     transforms = [
         {"op": "rename", "leaves": "layer.kernel", "to": "w"},
         {"op": "cast", "leaves": "w", "dtype": "float16"},
     ]
     assert_same(
-        jct.load(server.url("m"), transforms=transforms),
+        jct.load(cloud.url("m"), transforms=transforms),
         jct.load(tmp_path / "model.safetensors", transforms=transforms),
     )

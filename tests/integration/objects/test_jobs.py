@@ -29,16 +29,7 @@ SHAPES: dict[str, list[Any]] = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[StandIn]:
-    """A server that the variables of the environment name, here and in the processes of the jobs."""
-    with StandIn() as started, pytest.MonkeyPatch.context() as patch:
-        for name, value in started.environment().items():
-            patch.setenv(name, value)
-        yield started
-
-
-@pytest.fixture(scope="module")
-def job(server: StandIn) -> Iterator[Job]:
+def job(shared_cloud: StandIn) -> Iterator[Job]:
     with running(4) as started:
         yield started
 
@@ -69,14 +60,14 @@ def save_and_load(path: str) -> list[str]:
     return wrong_leaves(jct.load(path, target()), 2)
 
 
-def test_checkpoint_is_saved_by_all_and_loaded_by_one(server: StandIn, job: Job) -> None:
-    path = server.url("single")
+def test_checkpoint_is_saved_by_all_and_loaded_by_one(shared_cloud: StandIn, job: Job) -> None:
+    path = shared_cloud.url("single")
     assert job.call(save_and_load, path) == [[]] * 4
     loaded = jct.load(path)
     for name, (shape, *_) in SHAPES.items():
         assert loaded[name].tobytes() == (values_of(shape) + np.float32(2)).tobytes()
     assert jct.verify(path).ok
-    files = {key.rpartition("/")[2] for key in server.objects.content if key.startswith("bucket/single/data-")}
+    files = {key.rpartition("/")[2] for key in shared_cloud.objects.content if key.startswith("bucket/single/data-")}
     assert {f"p{process:05d}-s000.safetensors" for process in range(4)} <= files
 
 
@@ -101,8 +92,8 @@ def resume_run(run: str) -> list[Any]:
         return [manager.restored_step, wrong, manager.steps]
 
 
-def test_run_is_saved_and_resumed_by_all_processes(server: StandIn, job: Job) -> None:
-    run = server.url("run")
+def test_run_is_saved_and_resumed_by_all_processes(shared_cloud: StandIn, job: Job) -> None:
+    run = shared_cloud.url("run")
     expected = {"steps": [2, 4, 5], "metrics": {"loss": 4.0, "accuracy": 0.5}}
     assert job.call(train_run, run) == [expected] * 4
     assert job.call(resume_run, run) == [[5, [], [2, 4, 5, 9]]] * 4
@@ -116,11 +107,11 @@ REPLICATED: Arrays = {"w": ([1031, 4096], "float32"), "long": ([5 << 20], "uint8
 REPLICATED_SPECS: dict[str, list[Any]] = {name: [] for name in REPLICATED}
 
 
-def bytes_read(server: StandIn, start: int) -> int:
+def bytes_read(shared_cloud: StandIn, start: int) -> int:
     """The bytes of the bodies of all reads since a request."""
     total = 0
-    for request in server.requests[start:]:
-        stored = server.objects.get(f"bucket/{request.key}") if request.kind == "get" else None
+    for request in shared_cloud.requests[start:]:
+        stored = shared_cloud.objects.get(f"bucket/{request.key}") if request.kind == "get" else None
         if stored is not None and request.status in (200, 206):
             span = re.fullmatch(r"bytes=(\d+)-(\d+)", request.range or "")
             total += len(stored.data) if span is None else min(int(span[2]) + 1, len(stored.data)) - int(span[1])
@@ -128,14 +119,14 @@ def bytes_read(server: StandIn, start: int) -> int:
 
 
 @pytest.mark.parametrize("load", WAYS)
-def test_replicated_state_is_read_once_by_the_job(server: StandIn, job: Job, load: Any) -> None:
-    path = server.url("whole")
-    if server.objects.get("bucket/whole/COMMIT") is None:
+def test_replicated_state_is_read_once_by_the_job(shared_cloud: StandIn, job: Job, load: Any) -> None:
+    path = shared_cloud.url("whole")
+    if shared_cloud.objects.get("bucket/whole/COMMIT") is None:
         save_alone(path, REPLICATED)
-    start = len(server.requests)
+    start = len(shared_cloud.requests)
     answers = job.call(load, path, [4, 1], REPLICATED_SPECS, REPLICATED, True)
     assert [answer["wrong"] for answer in answers] == [[]] * 4
-    assert bytes_read(server, start) <= 1.05 * size_of(REPLICATED)
+    assert bytes_read(shared_cloud, start) <= 1.05 * size_of(REPLICATED)
 
 
 def restore_replicated(run: str) -> bool:
@@ -153,14 +144,14 @@ def large() -> dict[str, jax.Array]:
     return {"w": global_array(LARGE[0], [4], [])}
 
 
-def test_restore_of_a_run_reads_replicated_state_once(server: StandIn, job: Job) -> None:
-    run, values = server.url("large"), patterned(*LARGE)
+def test_restore_of_a_run_reads_replicated_state_once(shared_cloud: StandIn, job: Job) -> None:
+    run, values = shared_cloud.url("large"), patterned(*LARGE)
     with jct.StepManager(run) as manager:
         manager.save(1, {"state": {"w": values}})
         manager.wait()
-    start = len(server.requests)
+    start = len(shared_cloud.requests)
     assert job.call(restore_replicated, run) == [True] * 4
-    assert bytes_read(server, start) <= 1.05 * values.nbytes
+    assert bytes_read(shared_cloud, start) <= 1.05 * values.nbytes
 
 
 class KillAt:
@@ -196,15 +187,15 @@ def load_step(run: str) -> list[Any]:
         return [step, right, manager.steps]
 
 
-def test_fresh_job_of_another_size_resumes_after_a_kill(server: StandIn, job: Job) -> None:
-    run = server.url("killed")
+def test_fresh_job_of_another_size_resumes_after_a_kill(shared_cloud: StandIn, job: Job) -> None:
+    run = shared_cloud.url("killed")
     with running(2) as small:
         small.call(save_steps, run, [1, 2])
-        server.faults = KillAt(small.workers[1].process.pid, r"killed/step-0000000003.*/p00001")
+        shared_cloud.faults = KillAt(small.workers[1].process.pid, r"killed/step-0000000003.*/p00001")
         try:
             ended = small.outcomes(save_steps, run, [3], timeout_s=60.0)
         finally:
-            server.faults = None
+            shared_cloud.faults = None
     assert all("error" in each for each in ended)
     assert job.call(load_step, run) == [[2, True, [1, 2, 3]]] * 4
 
@@ -220,8 +211,8 @@ def save_elsewhere(path: str, endpoint: str) -> str:
     return "saved"
 
 
-def test_process_that_reaches_another_store_fails_the_save(server: StandIn, job: Job) -> None:
+def test_process_that_reaches_another_store_fails_the_save(shared_cloud: StandIn, job: Job) -> None:
     with StandIn() as other:
-        answers = job.call(save_elsewhere, server.url("apart"), other.endpoint)
+        answers = job.call(save_elsewhere, shared_cloud.url("apart"), other.endpoint)
     assert all("process 0 does not see it" in answer for answer in answers)
-    assert server.objects.get("bucket/apart/COMMIT") is None
+    assert shared_cloud.objects.get("bucket/apart/COMMIT") is None

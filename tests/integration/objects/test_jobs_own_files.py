@@ -16,15 +16,7 @@ LARGE = 10 << 20  # takes an upload in parts, which has no condition
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[StandIn]:
-    with StandIn() as started, pytest.MonkeyPatch.context() as patch:
-        for name, value in started.environment().items():
-            patch.setenv(name, value)
-        yield started
-
-
-@pytest.fixture(scope="module")
-def job(server: StandIn) -> Iterator[Job]:
+def job(shared_cloud: StandIn) -> Iterator[Job]:
     with running(2) as started:
         yield started
 
@@ -43,12 +35,12 @@ def save_files(path: str, common: str) -> str | list[str]:
     return sorted(own.files)
 
 
-def test_processes_upload_their_files(server: StandIn, job: Job) -> None:
-    assert job.call(save_files, server.url("one"), "same") == [["common", "of-0", "of-1"]] * 2
-    assert jct.verify(server.url("one")).ok
+def test_processes_upload_their_files(shared_cloud: StandIn, job: Job) -> None:
+    assert job.call(save_files, shared_cloud.url("one"), "same") == [["common", "of-0", "of-1"]] * 2
+    assert jct.verify(shared_cloud.url("one")).ok
 
 
-def test_different_files_of_one_name_are_refused(server: StandIn, job: Job) -> None:
-    assert "MismatchError" in job.call(save_files, server.url("two"), "different")
+def test_different_files_of_one_name_are_refused(shared_cloud: StandIn, job: Job) -> None:
+    assert "MismatchError" in job.call(save_files, shared_cloud.url("two"), "different")
     with pytest.raises(jct.NotACheckpointError):
-        jct.load(server.url("two"))
+        jct.load(shared_cloud.url("two"))

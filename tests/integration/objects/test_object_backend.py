@@ -21,7 +21,6 @@ class TestObjectBackend(ObjectContract):
     """On each server."""
 
     @pytest.fixture
-    def url(self, server: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        return str(server.url(f"t{abs(hash(request.node.name))}"))
+    def url(self, server: Any, request: pytest.FixtureRequest) -> Iterator[str]:
+        with server.named():
+            yield str(server.url(f"t{abs(hash(request.node.name))}"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +13,9 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.checkpointables.handlers import DirectoryAwaitingCreation
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
-from tests.support.objects.access import Dialect
 from tests.support.objects.stand_in import StandIn
 
+pytestmark = pytest.mark.parametrize("cloud", ["s3", "gcs", "azure"], indirect=True)
 FILES = {"large.bin": bytes(range(256)) * (40 << 10), "folder/empty": b"", "folder/text.txt": b"hello"}
 
 
@@ -51,61 +51,52 @@ def temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture(params=["s3", "gcs", "azure"])
-def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    dialect: Dialect = request.param
-    with StandIn(dialect) as found:
-        for name, value in found.environment().items():
-            monkeypatch.setenv(name, value)
-        yield found
+def keys_of(cloud: StandIn) -> list[str]:
+    return [each["path"] for batch in obstore.list(cloud.access.store()) for each in batch]
 
 
-def keys_of(server: StandIn) -> list[str]:
-    return [each["path"] for batch in obstore.list(server.access.store()) for each in batch]
-
-
-def test_own_files_are_uploaded_once_and_loaded(server: StandIn, temporary_files: Path) -> None:
-    jct.save_checkpointables(server.url("one"), {"state": {"w": np.arange(5)}, "own": FileWriter(FILES)})
+def test_own_files_are_uploaded_once_and_loaded(cloud: StandIn, temporary_files: Path) -> None:
+    jct.save_checkpointables(cloud.url("one"), {"state": {"w": np.arange(5)}, "own": FileWriter(FILES)})
     assert list(temporary_files.iterdir()) == []
-    assert [each for each in server.requests if each.key.endswith("large.bin") and each.method == "GET"] == []
+    assert [each for each in cloud.requests if each.key.endswith("large.bin") and each.method == "GET"] == []
 
     own = FileWriter()
-    loaded = jct.load_checkpointables(server.url("one"), {"state": None, "own": own})
+    loaded = jct.load_checkpointables(cloud.url("one"), {"state": None, "own": own})
     assert own.files == FILES
     assert loaded["state"]["w"].tolist() == list(range(5))
     assert own.folder.is_relative_to(temporary_files)
     assert list(temporary_files.iterdir()) == []
-    assert jct.verify(server.url("one")).ok
+    assert jct.verify(cloud.url("one")).ok
 
 
-def test_digests_of_own_files_equal_those_of_a_local_checkpoint(server: StandIn, tmp_path: Path) -> None:
-    for place in (server.url("one"), tmp_path / "one"):
+def test_digests_of_own_files_equal_those_of_a_local_checkpoint(cloud: StandIn, tmp_path: Path) -> None:
+    for place in (cloud.url("one"), tmp_path / "one"):
         jct.save_checkpointables(place, {"own": FileWriter(FILES)})
-    found = [jct.metadata(place).checkpointables["own"] for place in (server.url("one"), tmp_path / "one")]
+    found = [jct.metadata(place).checkpointables["own"] for place in (cloud.url("one"), tmp_path / "one")]
     assert found[0] == found[1]
 
 
-def test_run_restores_own_files(server: StandIn) -> None:
-    with jct.StepManager(server.url("run")) as manager:
+def test_run_restores_own_files(cloud: StandIn) -> None:
+    with jct.StepManager(cloud.url("run")) as manager:
         manager.save(3, {"own": FileWriter(FILES)})
     own = FileWriter()
-    with jct.StepManager(server.url("run")) as manager:
+    with jct.StepManager(cloud.url("run")) as manager:
         manager.restore({"own": own})
         assert manager.restored_step == 3
     assert own.files == FILES
 
 
-def test_damaged_own_file_is_refused(server: StandIn, temporary_files: Path) -> None:
-    jct.save_checkpointables(server.url("one"), {"own": FileWriter(FILES)})
-    (key,) = [key for key in keys_of(server) if key.endswith("text.txt")]
-    obstore.put(server.access.store(), key, b"jello")
+def test_damaged_own_file_is_refused(cloud: StandIn, temporary_files: Path) -> None:
+    jct.save_checkpointables(cloud.url("one"), {"own": FileWriter(FILES)})
+    (key,) = [key for key in keys_of(cloud) if key.endswith("text.txt")]
+    obstore.put(cloud.access.store(), key, b"jello")
     with pytest.raises(CorruptCheckpointError, match=r"text\.txt"):
-        jct.load_checkpointables(server.url("one"), {"own": FileWriter()})
+        jct.load_checkpointables(cloud.url("one"), {"own": FileWriter()})
     assert list(temporary_files.iterdir()) == []
 
 
-def test_unstorable_name_leaves_nothing(server: StandIn, temporary_files: Path) -> None:
+def test_unstorable_name_leaves_nothing(cloud: StandIn, temporary_files: Path) -> None:
     with pytest.raises(UnsupportedLeafError):
-        jct.save_checkpointables(server.url("one"), {"own": FileWriter({"a": b"1", "CON": b"2", "b\n": b"3"})})
-    assert keys_of(server) == []
+        jct.save_checkpointables(cloud.url("one"), {"own": FileWriter({"a": b"1", "CON": b"2", "b\n": b"3"})})
+    assert keys_of(cloud) == []
     assert list(temporary_files.iterdir()) == []

@@ -6,7 +6,6 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -24,7 +23,6 @@ from tests.support.objects.runs import (
     abandoned,
     bury_owner,
     keys,
-    served,
     settings_of,
     state_of,
 )
@@ -33,15 +31,9 @@ from tests.support.objects.stand_in import StandIn
 LONG_S = 60.0
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    with served(monkeypatch) as it:
-        yield it
-
-
-def opened(server: StandIn, keep: int | None = None) -> StepManager:
+def opened(cloud: StandIn, keep: int | None = None) -> StepManager:
     policy = None if keep is None else LatestN(keep)
-    return StepManager(server.url("run"), settings=settings_of(server), preservation_policy=policy)
+    return StepManager(cloud.url("run"), settings=settings_of(cloud), preservation_policy=policy)
 
 
 def save(manager: StepManager, step: int) -> None:
@@ -50,15 +42,15 @@ def save(manager: StepManager, step: int) -> None:
     manager._run._deleter.wait(LONG_S)
 
 
-def test_second_owner_is_refused(server: StandIn) -> None:
-    with opened(server) as first, opened(server) as second:
+def test_second_owner_is_refused(cloud: StandIn) -> None:
+    with opened(cloud) as first, opened(cloud) as second:
         save(first, 1)
         with pytest.raises(DirectoryLockedError):
             save(second, 2)
-        assert opened(server).steps == [1]
+        assert opened(cloud).steps == [1]
 
 
-def test_dead_process_is_succeeded(server: StandIn) -> None:
+def test_dead_process_is_succeeded(cloud: StandIn) -> None:
     program = (
         "import os, numpy, sys, jaxckpt_train as jct\n"
         "manager = jct.StepManager(sys.argv[1])\n"
@@ -66,23 +58,23 @@ def test_dead_process_is_succeeded(server: StandIn) -> None:
         "manager.wait()\n"
         "os._exit(0)\n"
     )
-    subprocess.run([sys.executable, "-c", program, server.url("run")], check=True, timeout=120)
-    with opened(server) as manager:
+    subprocess.run([sys.executable, "-c", program, cloud.url("run")], check=True, timeout=120)
+    with opened(cloud) as manager:
         assert manager.restore()["state"]["step"] == 1
         save(manager, 2)
-        assert opened(server).steps == [1, 2]
+        assert opened(cloud).steps == [1, 2]
 
 
-def test_former_owner_commits_nothing(server: StandIn) -> None:
-    first = opened(server)
+def test_former_owner_commits_nothing(cloud: StandIn) -> None:
+    first = opened(cloud)
     with abandoned(first):
         save(first, 1)
-        server.faults = held = Held(lambda request: request.kind == "put_update" and RECORD in request.key)
+        cloud.faults = held = Held(lambda request: request.kind == "put_update" and RECORD in request.key)
         pending = first.save(2, state_of(2)).pending
         assert pending is not None
         assert held.reached.wait(LONG_S)
-        bury_owner(server.objects)
-        with opened(server) as second:
+        bury_owner(cloud.objects)
+        with opened(cloud) as second:
             second.restore()
             save(second, 3)
             held.release.set()
@@ -91,41 +83,41 @@ def test_former_owner_commits_nothing(server: StandIn) -> None:
             with pytest.raises(DirectoryLockedError):
                 save(first, 4)
             save(second, 5)
-            assert opened(server).steps == [1, 3, 5]
+            assert opened(cloud).steps == [1, 3, 5]
 
 
-def test_former_owner_deletes_nothing(server: StandIn) -> None:
-    first = opened(server, keep=1)
+def test_former_owner_deletes_nothing(cloud: StandIn) -> None:
+    first = opened(cloud, keep=1)
     with abandoned(first):
         save(first, 1)
-        server.faults = held = Held(
+        cloud.faults = held = Held(
             lambda request: request.kind == "put_update" and RECORD in request.key and len(opened_steps()) == 2
         )
 
         def opened_steps() -> list[str]:
-            record = server.objects.get(f"bucket/run/{RECORD}")
+            record = cloud.objects.get(f"bucket/run/{RECORD}")
             assert record is not None
             return msgspec.json.decode(record.data.partition(b"\n")[2])["record"]["steps"]  # type: ignore[no-any-return]
 
         first.save(2, state_of(2))
         first.wait(LONG_S)
         assert held.reached.wait(LONG_S)  # step 1 is about to leave the record
-        bury_owner(server.objects)
-        with opened(server) as second:
+        bury_owner(cloud.objects)
+        with opened(cloud) as second:
             second.pin(1)
             held.release.set()
             assert first._run._deleter.wait(LONG_S)
             assert second.load(step=1)["state"]["step"] == 1
-            assert opened(server).steps == [1, 2]
+            assert opened(cloud).steps == [1, 2]
 
 
-def test_lost_response_of_take_over_is_no_failure(server: StandIn) -> None:
-    with abandoned(first := opened(server)):
+def test_lost_response_of_take_over_is_no_failure(cloud: StandIn) -> None:
+    with abandoned(first := opened(cloud)):
         save(first, 1)
     for part in (LOCK, RECORD):
-        bury_owner(server.objects)
-        server.faults = fault = At(LoseResponse(), part, "put_update")
-        second = opened(server)
+        bury_owner(cloud.objects)
+        cloud.faults = fault = At(LoseResponse(), part, "put_update")
+        second = opened(cloud)
         with abandoned(second):
             second.own()
             assert fault.hit is not None
@@ -135,62 +127,60 @@ def test_lost_response_of_take_over_is_no_failure(server: StandIn) -> None:
 @pytest.mark.parametrize(
     "damage", [None, b"", b"{}\nnothing", b'{"version":1,"nonce":"a"}\n{"xxh3_64":"0","record":{}}']
 )
-def test_steps_are_found_without_record(
-    server: StandIn, damage: bytes | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    with opened(server) as manager:
+def test_steps_are_found_without_record(cloud: StandIn, damage: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(cloud) as manager:
         save(manager, 1)
         save(manager, 2)
         manager.pin(1)
     if damage is None:
-        server.objects.delete(f"bucket/run/{RECORD}")
+        cloud.objects.delete(f"bucket/run/{RECORD}")
     else:
-        server.objects.put(f"bucket/run/{RECORD}", damage)
-    assert opened(server).steps == [1, 2]
-    with opened(server, keep=1) as manager, caplog.at_level(logging.WARNING):
+        cloud.objects.put(f"bucket/run/{RECORD}", damage)
+    assert opened(cloud).steps == [1, 2]
+    with opened(cloud, keep=1) as manager, caplog.at_level(logging.WARNING):
         assert manager.restore()["state"]["step"] == 2
         save(manager, 3)
         assert manager.steps == [1, 2, 3]  # one of them may be pinned
     assert "may be pinned" in caplog.text
-    assert opened(server).steps == [1, 2, 3]
+    assert opened(cloud).steps == [1, 2, 3]
 
 
-def test_record_of_newer_format_is_refused_and_kept(server: StandIn) -> None:
-    with opened(server) as manager:
+def test_record_of_newer_format_is_refused_and_kept(cloud: StandIn) -> None:
+    with opened(cloud) as manager:
         save(manager, 1)
     name = f"bucket/run/{RECORD}"
-    stored = server.objects.get(name)
+    stored = cloud.objects.get(name)
     assert stored is not None
     head = stored.data.partition(b"\n")[0]
     newer = head + b"\n" + seal_record(b'{"format":2}')
-    server.objects.put(name, newer)
-    with opened(server) as manager, pytest.raises(FormatVersionError):
+    cloud.objects.put(name, newer)
+    with opened(cloud) as manager, pytest.raises(FormatVersionError):
         save(manager, 2)
-    kept = server.objects.get(name)
+    kept = cloud.objects.get(name)
     assert kept is not None
     assert kept.data == newer
 
 
-def test_heartbeat_does_not_bring_back_lost_lock(server: StandIn) -> None:
-    with opened(server) as manager:
+def test_heartbeat_does_not_bring_back_lost_lock(cloud: StandIn) -> None:
+    with opened(cloud) as manager:
         save(manager, 1)
-        server.objects.delete(f"bucket/run/{LOCK}")
+        cloud.objects.delete(f"bucket/run/{LOCK}")
         manager._run._lock._beat_once()
-        assert LOCK not in keys(server.objects, "run")
+        assert LOCK not in keys(cloud.objects, "run")
         with pytest.raises(DirectoryLockedError):
             save(manager, 2)
 
 
-def test_heartbeat_does_not_take_lock_back(server: StandIn) -> None:
-    with abandoned(first := opened(server)):
+def test_heartbeat_does_not_take_lock_back(cloud: StandIn) -> None:
+    with abandoned(first := opened(cloud)):
         save(first, 1)
-        server.faults = held = Held(lambda request: request.kind == "put_update" and LOCK in request.key)
+        cloud.faults = held = Held(lambda request: request.kind == "put_update" and LOCK in request.key)
         beat = first._run._lock._beat_once
         beating = threading.Thread(target=beat)
         beating.start()
         assert held.reached.wait(LONG_S)
-        bury_owner(server.objects)
-        with opened(server) as second:
+        bury_owner(cloud.objects)
+        with opened(cloud) as second:
             second.own()
             held.release.set()
             beating.join(LONG_S)

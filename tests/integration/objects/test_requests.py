@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -19,54 +18,46 @@ from tests.support.objects.stand_in import StandIn
 STATE = {f"a{number:04}": np.full(500, number, np.float32) for number in range(1000)}
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    with StandIn("s3") as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server
-
-
 def kinds(server: StandIn) -> list[str]:
     return [request.kind for request in server.requests]
 
 
-def test_thousand_small_arrays_take_few_requests(stand_in: StandIn) -> None:
-    jct.save(stand_in.url("c"), STATE)
-    assert len(stand_in.requests) <= 7
-    stand_in.requests.clear()
-    jct.save(stand_in.url("c"), STATE, overwrite=True)
-    assert len(stand_in.requests) <= 12
-    stand_in.requests.clear()
-    loaded = jct.load(stand_in.url("c"))
-    assert kinds(stand_in) == ["get"] * 4
+def test_thousand_small_arrays_take_few_requests(cloud: StandIn) -> None:
+    jct.save(cloud.url("c"), STATE)
+    assert len(cloud.requests) <= 12
+    cloud.requests.clear()
+    jct.save(cloud.url("c"), STATE, overwrite=True)
+    assert len(cloud.requests) <= 12
+    cloud.requests.clear()
+    loaded = jct.load(cloud.url("c"))
+    assert kinds(cloud) == ["get"] * 4
     assert all(loaded[name].tobytes() == value.tobytes() for name, value in STATE.items())
 
 
-def test_small_object_takes_one_request_to_load(stand_in: StandIn) -> None:
-    jct.save(stand_in.url("c"), {"a": np.arange(10)})
-    stand_in.requests.clear()
-    jct.load(stand_in.url("c"))
-    assert kinds(stand_in) == ["get"] * 3  # COMMIT, manifest, segment
+def test_small_object_takes_one_request_to_load(cloud: StandIn) -> None:
+    jct.save(cloud.url("c"), {"a": np.arange(10)})
+    cloud.requests.clear()
+    jct.load(cloud.url("c"))
+    assert kinds(cloud) == ["get"] * 3  # COMMIT, manifest, segment
 
 
-def test_save_in_background_leaves_all_requests_to_it(stand_in: StandIn) -> None:
-    jct.save(stand_in.url("c"), {"a": np.arange(10)})
-    pending = jct.save_async(stand_in.url("c"), {"a": np.arange(10)})
+def test_save_in_background_leaves_all_requests_to_it(cloud: StandIn) -> None:
+    jct.save(cloud.url("c"), {"a": np.arange(10)})
+    pending = jct.save_async(cloud.url("c"), {"a": np.arange(10)})
     with pytest.raises(jct.CheckpointExistsError):
         pending.wait()
 
 
-def test_long_read_is_divided_without_reading_a_byte_twice(stand_in: StandIn) -> None:
+def test_long_read_is_divided_without_reading_a_byte_twice(cloud: StandIn) -> None:
     settings, size = ObjectStoreSettings(part_bytes=5 * MIB), 12 * MIB + 5
     content = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    stand_in.objects.put(f"{BUCKET}/c/large", content.tobytes())
+    cloud.objects.put(f"{BUCKET}/c/large", content.tobytes())
     found = np.zeros(size, np.uint8)
-    with contextlib.closing(ObjectBackend(settings).open(stand_in.url("c"), "large", direct="auto")) as source:
+    with contextlib.closing(ObjectBackend(settings).open(cloud.url("c"), "large", direct="auto")) as source:
         source.read_into(0, found, size)
         assert isinstance(source, Divided)
         assert source.piece_bytes % settings.part_bytes == 0
-    ranges = sorted([int(end) for end in str(request.range)[6:].split("-")] for request in stand_in.requests)
+    ranges = sorted([int(end) for end in str(request.range)[6:].split("-")] for request in cloud.requests)
     assert ranges[0] == [0, FIRST_BYTES - 1]
     assert all(first[1] + 1 == second[0] for first, second in pairwise(ranges))
     assert found.tobytes() == content.tobytes()

@@ -186,13 +186,12 @@ def test_copied_map_is_independent(server: StandIn, store: Any) -> None:
         assert bytes(obstore.get(other.access.store(), "a").bytes()) == b"1"
 
 
-def test_environment_is_enough(server: StandIn, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_enough(server: StandIn, store: Any) -> None:
     obstore.put(store, "a/b", b"1")
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    assert bytes(obstore.get(from_url(server.url("a")), "b").bytes()) == b"1"
-    with pytest.raises(GenericError, match="builder error"):
-        obstore.get(from_url(server.url("a"), client_options={"timeout": "30s"}), "b")
+    with server.named():
+        assert bytes(obstore.get(from_url(server.url("a")), "b").bytes()) == b"1"
+        with pytest.raises(GenericError, match="builder error"):
+            obstore.get(from_url(server.url("a"), client_options={"timeout": "30s"}), "b")
 
 
 @pytest.mark.parametrize("response_lost", [False, True])

@@ -9,19 +9,16 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 import jaxckpt_train as jct
 from jaxckpt_train.settings import MIB, ObjectStoreSettings
-from tests.support.objects.access import Access
 from tests.support.objects.faults import RandomFaults
 from tests.support.objects.proxy import Proxy
 from tests.support.objects.servers import VersityGw
@@ -33,13 +30,6 @@ PART_BYTES = ObjectStoreSettings().part_bytes
 REQUEST_TIMEOUT_S = 10.0
 MOST_SLOWDOWN = 2.0
 SEED = 42
-
-
-@contextlib.contextmanager
-def reached(access: Access) -> Iterator[None]:
-    """Let object stores be reached this way."""
-    with mock.patch.dict(os.environ, access.environment()):
-        yield
 
 
 def settings(**options: Any) -> jct.StoreSettings:
@@ -97,7 +87,7 @@ def large_trips(mib: int) -> dict[str, tuple[float, float]]:
     with (
         VersityGw() as server,
         Proxy(server.endpoint, seed=SEED) as proxy,
-        reached(server.access.through(proxy.endpoint)),
+        server.access.through(proxy.endpoint).named(),
     ):
         timed_trip(server.url("first"), random_state(1, SEED))
         found["without faults"] = timed_trip(server.url("good"), state)
@@ -116,7 +106,7 @@ def small_trips(trials: int, seed: int = SEED) -> Counter[str]:
         AssertionError: other bytes were loaded, or something else than an error of this library was raised.
     """
     outcomes = Counter[str]()
-    with StandIn("s3") as server, reached(server.access):
+    with StandIn("s3") as server, server.named():
         for trial in range(trials):
             state = {"a": np.random.default_rng(trial).integers(0, 256, 5000, np.uint8)}
             server.faults = RandomFaults(seed + trial, fail=0.05, cut=0.01, lose=0.02)

@@ -24,9 +24,7 @@ ROWS, WIDTH, ARRAYS = 8192, 1024, 8  # 256 MiB
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """A server that the variables of the environment name, here and in the processes of the jobs."""
-    with StandIn() as started:
-        for name, value in started.environment().items():
-            monkeypatch.setenv(name, value)
+    with StandIn() as started, started.named():
         yield started
 
 

@@ -28,7 +28,7 @@ def test_large_state_survives_failures_cuts_and_stall() -> None:
 
 def test_silent_endpoint_ends_in_bounded_time() -> None:
     chosen = networks.settings(request_timeout_s=0.5, retries=2, retry_timeout_s=2.0)
-    with StandIn("s3") as server, networks.reached(server.access):
+    with StandIn("s3") as server, server.named():
         jct.save(server.url("c"), STATE)
         server.faults = Silent()
         start = time.monotonic()

@@ -26,17 +26,13 @@ class TestObjectBackend(ObjectContract):
     """On each server."""
 
     @pytest.fixture
-    def url(self, server: RealServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        return server.url(f"t{abs(hash(request.node.name))}")
+    def url(self, server: RealServer, request: pytest.FixtureRequest) -> Iterator[str]:
+        with server.named():
+            yield server.url(f"t{abs(hash(request.node.name))}")
 
 
-def test_probe_refuses_s3rver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_refuses_s3rver() -> None:
     if (why_not := S3rver.install()) is not None:
         pytest.skip(f"s3rver: {why_not}")
-    with S3rver() as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(StorageError, match="If-None-Match"):
-            ObjectBackend(ObjectStoreSettings()).probe(server.url("run"))
+    with S3rver() as server, server.named(), pytest.raises(StorageError, match="If-None-Match"):
+        ObjectBackend(ObjectStoreSettings()).probe(server.url("run"))

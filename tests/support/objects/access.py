@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import urllib.parse
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+import pytest
 from obstore.store import ObjectStore, from_url
 
 from tests.support.objects.object_map import BUCKET
@@ -69,6 +72,14 @@ class Access:
             for name, value in self.options().items()
         }
 
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Let the environment name the server, for this process and those that it starts."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.environment().items():
+                patch.setenv(name, value)
+            yield
+
     def store(
         self,
         key: str = "",
@@ -85,6 +96,33 @@ class Access:
         """Return the way to the same server through a proxy."""
         path = urllib.parse.urlsplit(self.endpoint).path
         return dataclasses.replace(self, endpoint=proxy_endpoint + path)
+
+
+class Reachable:
+    """A server whose `access` says how it is reached."""
+
+    access: Access
+
+    @property
+    def endpoint(self) -> str:
+        """The URL of the server; on Azure, that of the account."""
+        return self.access.endpoint
+
+    def url(self, key: str = "") -> str:
+        """Return the URL of a key in the bucket."""
+        return self.access.url(key)
+
+    def options(self) -> dict[str, str]:
+        """Return the options of obstore under their own names; see `Access.options`."""
+        return self.access.options()
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables by which obstore reaches the server without any options."""
+        return self.access.environment()
+
+    def named(self) -> contextlib.AbstractContextManager[None]:
+        """Let the environment name the server; see `Access.named`."""
+        return self.access.named()
 
 
 _ANY_ACCOUNT_KEY = "c2VjcmV0"

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.settings import ObjectStoreSettings, StoreSettings
@@ -105,12 +104,3 @@ def abandoned(manager: StepManager) -> Iterator[None]:
     finally:
         manager._run._lock._stop.open()
         manager._run._lock._tried = False
-
-
-@contextlib.contextmanager
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """Serve a stand-in for S3, which is also what the environment names."""
-    with StandIn("s3") as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server

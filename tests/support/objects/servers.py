@@ -35,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
 
-from tests.support.objects.access import Access, Dialect
+from tests.support.objects.access import Access, Dialect, Reachable
 from tests.support.objects.object_map import BUCKET
 from tests.support.paths import REPO_ROOT
 
@@ -46,7 +46,7 @@ STOP_LIMIT_S = 5.0
 _TRIES = 3  # another process may take the free port first
 
 
-class RealServer(abc.ABC):
+class RealServer(Reachable, abc.ABC):
     """A server process from `with` to its end, with an empty bucket named "bucket".
 
     Attributes:
@@ -77,23 +77,6 @@ class RealServer(abc.ABC):
     @abc.abstractmethod
     def create_bucket(self) -> None:
         """Create the bucket once the server answers, unless the command has done so."""
-
-    @property
-    def endpoint(self) -> str:
-        """The URL of the server; on Azure, that of the account."""
-        return self.access.endpoint
-
-    def url(self, key: str = "") -> str:
-        """Return the URL of a key in the bucket."""
-        return self.access.url(key)
-
-    def options(self) -> dict[str, str]:
-        """Return the options of obstore under their own names; see `Access.options`."""
-        return self.access.options()
-
-    def environment(self) -> dict[str, str]:
-        """Return the variables by which obstore reaches the server without any options."""
-        return self.access.environment()
 
     def __enter__(self) -> Self:
         why_not = self.install()

@@ -14,7 +14,7 @@ import urllib.parse
 from types import TracebackType
 from typing import Any, Self
 
-from tests.support.objects.access import Access, Dialect
+from tests.support.objects.access import Access, Dialect, Reachable
 from tests.support.objects.azure_dialect import AzureDialect
 from tests.support.objects.calls import Answer, Call, DialectServer, RejectedError
 from tests.support.objects.faults import Action, CutBody, Fail, Faults, LoseResponse, Refuse, Request, Stall
@@ -25,7 +25,7 @@ from tests.support.objects.xml_dialects import GCS, S3, XmlDialect
 PAGE_SIZE = 1000
 
 
-class StandIn:
+class StandIn(Reachable):
     """An object server on a thread of its own, from `with` to its end.
 
     Attributes:
@@ -60,23 +60,6 @@ class StandIn:
         self._ended = threading.Event()
         self._http = _HttpServer(self, port)
         self.access = Access(dialect, self._http.address + ("/account" if dialect == "azure" else ""))
-
-    @property
-    def endpoint(self) -> str:
-        """The URL of the server; on Azure, that of the account."""
-        return self.access.endpoint
-
-    def url(self, key: str = "") -> str:
-        """Return the URL of a key in the bucket."""
-        return self.access.url(key)
-
-    def options(self) -> dict[str, str]:
-        """Return the options of obstore under their own names; see `Access.options`."""
-        return self.access.options()
-
-    def environment(self) -> dict[str, str]:
-        """Return the variables by which obstore reaches the server without any options."""
-        return self.access.environment()
 
     def __enter__(self) -> Self:
         self._http.start()

@@ -16,11 +16,9 @@ from tests.support.objects.stand_in import StandIn
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch, dialect: Dialect) -> Iterator[StandIn]:
+def stand_in(dialect: Dialect) -> Iterator[StandIn]:
     """A server that the variables of the environment name."""
-    with StandIn(dialect) as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
+    with StandIn(dialect) as server, server.named():
         yield server
 
 
