@@ -317,6 +317,16 @@ def list_of(what: str) -> Callable[[str, Any], tuple[Any, ...]]:
     return check
 
 
+def leaf_patterns(subject: str, value: Any) -> tuple[str, ...]:
+    """Check for a pattern of leaf paths, or a list of them; return them as a tuple."""
+    what = 'a pattern of leaf paths such as "params/base/**", or a list of them'
+    patterns: tuple[Any, ...] = (value,) if isinstance(value, str) else list_of(what)(subject, value)
+    for each in patterns:
+        if not isinstance(each, str) or not each:
+            refuse(subject, what, each)
+    return patterns
+
+
 def signal_names(subject: str, value: Any) -> tuple[str, ...]:
     """Check for names of signals that a process can catch."""
     catchable = set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}

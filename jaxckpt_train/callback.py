@@ -615,6 +615,7 @@ def _make_manager(options: CallbackOptions, policy: SavePolicy) -> StepManager:
         save_decision_policy=policy,
         preservation_policy=preservation_policy(options),
         best_link=BestLink(str(options.best_metric), options.best_mode) if options.best_link else None,
+        frozen=options.frozen,
         settings=options.store,
         if_busy=options.if_busy,
         stall_timeout_s=options.stall_timeout_s,

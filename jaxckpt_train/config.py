@@ -27,6 +27,7 @@ from jaxckpt_train._validation import (
     check_fields,
     is_url,
     known_keys,
+    leaf_patterns,
     list_of,
     nearest,
     path_text,
@@ -127,6 +128,9 @@ class CallbackOptions:
         best_link: maintain a link `best` in the run's directory that points to the step with the best `best_metric`,
             for example for an export.
         keep_policy: an additional preservation policy: an object, or a node with `_target_: jaxckpt_train.<Policy>`.
+        frozen: patterns of the paths of leaves that never change, such as "base/**": one or a list. A save writes them
+            to files of their own, and later ones take these over. Leaves that happen not to change are found without
+            it, a save or two later. None: no such leaves.
         save_on_exit: save the last step when the loop ends.
         save_on_error: save the last completed update when the loop ends with an exception or Ctrl-C. The exception is
             raised as usual. Has no effect in a multi-process job. The callback then records the position in the data at
@@ -186,6 +190,7 @@ class CallbackOptions:
     best_mode: Literal["min", "max"] | None = None
     best_link: bool = False
     keep_policy: PreservationPolicy | Node | None = None
+    frozen: Annotated[str | Sequence[str], leaf_patterns] | None = None
     save_on_exit: bool = True
     save_on_error: bool = False
     save_initial: bool = False

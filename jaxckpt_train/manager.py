@@ -14,9 +14,10 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from jaxckpt_train._validation import flag, stated_mode, time_limit
+from jaxckpt_train._validation import flag, leaf_patterns, stated_mode, time_limit
 from jaxckpt_train.checkpoint import PathLike, absolute, load_checkpointables
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
+from jaxckpt_train.checkpointables.unchanged import UnchangedLeaves
 from jaxckpt_train.distributed.coordinator import PollSchedule
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, SettingsError, suppress_secondary
@@ -188,6 +189,8 @@ class StepManager:
         save_decision_policy: decides which steps `save` saves. None: every step.
         preservation_policy: decides which committed steps are kept. None: all of them.
         best_link: maintain a link in the directory that points to the best step. None: no link.
+        frozen: patterns of leaf paths, such as "params/base/**", that never change. They get files of their own, so
+            that the second save need not write them again. Others that turn out not to change follow later.
         settings: how checkpoints are stored.
         if_busy: what a save does while the previous one is running: "wait" for it, or "skip" this step.
         stall_timeout_s: how many seconds without any progress a save waits for the previous one.
@@ -211,6 +214,7 @@ class StepManager:
         save_decision_policy: SavePolicy | None = None,
         preservation_policy: PreservationPolicy | None = None,
         best_link: BestLink | None = None,
+        frozen: str | Sequence[str] | None = None,
         settings: StoreSettings | None = None,
         if_busy: Literal["wait", "skip"] = "wait",
         stall_timeout_s: float = STALL_TIMEOUT_S,
@@ -247,6 +251,7 @@ class StepManager:
         )
         self.history.send_to(checked_sinks("StepManager.sinks", sinks))
         self.deferring_errors, self.leave_to_parent = self._save_slot.deferring_errors, self._save_slot.leave_to_parent
+        self._unchanged = UnchangedLeaves(None if frozen is None else leaf_patterns("StepManager.frozen", frozen))
         self._closed, self._guard = False, threading.RLock()  # one call of `save` at a time
         free_in_child(self)
 
@@ -520,6 +525,7 @@ class StepManager:
             clock=self._clock,
             timer=self._save_scheduler.clock,
             drift=self.drift,
+            unchanged=self._unchanged,
         )
         now, metrics = self._clock(), save.metrics or None
         slot = self._save_slot
@@ -576,6 +582,8 @@ class StepManager:
         restore = RunRestore(self._run, self._job_sync, targets, self.settings, progress)
         with polling(progress):
             results, self.restored_step = restore.restore(step, warns=not roll_back)
+        if restore.committed is not None:
+            self._unchanged.restored(restore.committed, self._job_sync.job.process, self.settings)
         return results
 
     def load(

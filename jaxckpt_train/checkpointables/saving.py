@@ -33,6 +33,7 @@ from jaxckpt_train.checkpointables.staging import (
     stage_all,
     wait_for_devices,
 )
+from jaxckpt_train.checkpointables.unchanged import UnchangedLeaves
 from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import CheckpointError, MismatchError, OtherProcessError, StorageError
 from jaxckpt_train.pending import PendingSave, ProgressTracker, start_save
@@ -63,6 +64,7 @@ from jaxckpt_train.store.process_index import (
     merge_indexes,
     part_index,
 )
+from jaxckpt_train.store.reuse import NOTHING_KNOWN
 from jaxckpt_train.store.segment import ChunkSource
 from jaxckpt_train.store.transaction import (
     Attempt,
@@ -159,7 +161,14 @@ class CheckpointSave:
         result: what `SaveTarget.after_commit` returned in the primary.
     """
 
-    def __init__(self, job: Coordinator, subject: str, backend: Backend, settings: StoreSettings) -> None:
+    def __init__(
+        self,
+        job: Coordinator,
+        subject: str,
+        backend: Backend,
+        settings: StoreSettings,
+        unchanged: UnchangedLeaves | None = None,
+    ) -> None:
         self._job, self._backend, self._settings = job, backend, settings
         self.subject, self._beginning = subject, f"beginning to save {subject}"
         self.parts: Sequence[StagedPart] = ()
@@ -171,6 +180,7 @@ class CheckpointSave:
         self._shared: frozenset[str] = frozenset()
         self._comparison = _ContentComparison(settings.digest)
         # What this process has written; the chunks of arrays are only here if no index of another process is merged.
+        self._unchanged, self._written = unchanged, dict[str, tuple[int, WrittenArrays]]()
         self._records: list[PartRecord] = []
         self._segments: list[SegmentRecord] = []
         self._committed: Committed | None = None
@@ -178,8 +188,11 @@ class CheckpointSave:
     def stage(self, checkpointables: Mapping[str, Any]) -> None:
         """Stage all checkpointables as they are now."""
         partition = None if self._is_single_process else JobPartition(self._job.process, self._job.processes)
-        self.parts = stage_all(checkpointables, self.times, self._settings, partition)
+        last = None if self._unchanged is None else self._unchanged.last
+        self.parts = stage_all(checkpointables, self.times, self._settings, partition, last)
         self.tracker = make_tracker(self.parts)
+        if self._unchanged is not None:
+            self._unchanged.look(self.parts)
 
     @contextlib.contextmanager
     def sharing_errors(self) -> Iterator[None]:
@@ -226,8 +239,12 @@ class CheckpointSave:
                 doing = f"comparing what the processes save as {self.subject}"
                 encoded = functools.partial(self._comparison.encoded, self.parts)
                 self._job.exchange(doing, encoded, _refuse_differences, self.tracker.sign)
+            if self._unchanged is not None:
+                self._unchanged.committed(self._final, self.parts, self._written)
             return self._committed or self._committed_elsewhere(begun, done)
         except BaseException as error:
+            if self._unchanged is not None:
+                self._unchanged.forget()
             self._undo(error)
             raise
         finally:
@@ -301,12 +318,13 @@ class CheckpointSave:
                 first_segment=len(self._segments),
                 progress=self._progress,
                 process=self._job.process,
+                known=NOTHING_KNOWN if self._unchanged is None else self._unchanged.known(part),
             )
             indexes.append(self._record_arrays(part, part.snapshot, written))
         self.times.write_s = time.perf_counter() - started
         if self._is_single_process:
             return b""
-        return encode_index(ProcessIndex(self._comparison.of_all(self.parts), tuple(indexes)))
+        return encode_index(ProcessIndex(self._comparison.of_all(self.parts), tuple(indexes), self.times.taken_bytes))
 
     def _refuse_unseen(self) -> None:
         """Raise CheckpointError if this process does not see the directory that the primary has created."""
@@ -373,7 +391,10 @@ class CheckpointSave:
                 self._settings,
                 self._progress,
             )
+        else:
+            self._written[part.name] = len(self._segments), written
         self.times.bytes += written.data_bytes
+        self.times.taken_bytes += written.taken_bytes
         arrays, index = written.arrays, _NO_INDEX
         if self._is_single_process:
             self._segments += written.segments
@@ -416,6 +437,7 @@ class CheckpointSave:
             if any(index.alike != indexes[0].alike for index in indexes):
                 return _DIFFERS
             segments, parts = merge_indexes(self._records, indexes)
+            self.times.taken_bytes = sum(index.taken_bytes for index in indexes)
             self._refuse_missing(segments, parts)
         for number, part in enumerate(self.parts):
             self._progress(0)
@@ -428,7 +450,8 @@ class CheckpointSave:
             elif part.value is not None and self._is_common(part):
                 file = transaction.write_file(value_file(part.name), part.value)
                 parts[number] = msgspec.structs.replace(parts[number], files=(file,))
-        manifest = self._manifest(target.info, segments, parts)
+        taken = {"taken_bytes": self.times.taken_bytes} if self.times.taken_bytes else {}
+        manifest = self._manifest({**target.info, **taken}, segments, parts)
         begun = time.perf_counter()
         self.times.write_s += begun - started
         self._committed = committed = transaction.commit(manifest, replace=target.replace)

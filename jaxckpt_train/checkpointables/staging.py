@@ -15,6 +15,7 @@ from jaxckpt_train.checkpointables.handlers import handler_of
 from jaxckpt_train.errors import CheckpointTimeoutError, NonFiniteError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, ProgressTracker
 from jaxckpt_train.pytree.copies import Busy, TransferBudget
+from jaxckpt_train.pytree.identity import LastSaved
 from jaxckpt_train.pytree.leaves import refuse_too_deep, refused_if_too_deep
 from jaxckpt_train.pytree.partition import JobPartition
 from jaxckpt_train.pytree.snapshot import Snapshot, snapshot
@@ -71,7 +72,7 @@ def take(value: Any) -> StagedValue:
 
 @dataclasses.dataclass
 class SaveTimes:
-    """The duration of each phase of a save in seconds, and the number of bytes that this process wrote.
+    """The duration of each phase of a save in seconds, and the number of bytes that this process wrote and took over.
 
     `snapshot_s` and `stage_s` (checkpointables other than pytrees) blocked the caller; the other phases did not. During
     `device_wait_s` the devices computed updates that JAX had queued: training time, which no other phase includes.
@@ -83,14 +84,20 @@ class SaveTimes:
     write_s: float = 0.0
     commit_s: float = 0.0
     bytes: int = 0
+    taken_bytes: int = 0
 
 
 def stage_all(
-    checkpointables: Mapping[str, Any], times: SaveTimes, settings: StoreSettings, partition: JobPartition | None = None
+    checkpointables: Mapping[str, Any],
+    times: SaveTimes,
+    settings: StoreSettings,
+    partition: JobPartition | None = None,
+    last: Callable[[str], LastSaved | None] | None = None,
 ) -> list[StagedPart]:
     """Stage all checkpointables by name as they are now. `wait_until_taken` waits until all of them are safe.
 
-    `partition`: in a multi-process job, which parts of the arrays this process saves.
+    `partition`: in a multi-process job, which parts of the arrays this process saves. `last`: what was saved last of
+    each checkpointable, if the next save will ask.
     """
     digest_function(settings.digest)  # raise here, and not in the background, if its package is missing
     if not named("checkpointables", checkpointables):
@@ -101,7 +108,7 @@ def stage_all(
             raise SettingsError(f"checkpointable name {name!r}: expected {plain_name_rule()}")
         try:
             with refused_if_too_deep("the tree"):
-                parts.append(_stage(name, value, times, settings, ahead, partition))
+                parts.append(_stage(name, value, times, settings, ahead, partition, last))
         except UnsupportedLeafError as error:
             raise UnsupportedLeafError(f"checkpointable {name!r}: {error}") from error
     return parts
@@ -114,6 +121,7 @@ def _stage(
     settings: StoreSettings,
     ahead: TransferBudget,
     partition: JobPartition | None,
+    last: Callable[[str], LastSaved | None] | None,
 ) -> StagedPart:
     started = time.perf_counter()
     taken = value if isinstance(value, StagedValue) else take(value)
@@ -137,6 +145,8 @@ def _stage(
         is_guarded=settings.nonfinite != "allow",
         partition=partition,
         colocated=settings.colocated,
+        is_tracked=last is not None,
+        last=None if last is None else last(name),
     )
     times.device_wait_s += found.device_wait_s
     times.snapshot_s += time.perf_counter() - now - found.device_wait_s

@@ -412,6 +412,7 @@ def _step_json(each: StepStatus) -> dict[str, Any]:
         "step": each.step,
         "name": each.name,
         "bytes": each.nbytes,
+        "written_bytes": each.written_bytes,
         "time": entry.time if entry is not None and entry.has_time else None,
         "metrics": {} if entry is None else dict(entry.metrics or {}),
         "pinned": entry is not None and entry.pinned,
@@ -425,6 +426,7 @@ def _step_json(each: StepStatus) -> dict[str, Any]:
 def _print_steps(steps: list[StepStatus]) -> None:
     now = datetime.datetime.now(datetime.UTC)
     names = list(dict.fromkeys(name for each in steps if each.entry for name in each.entry.metrics or {}))
+    is_shared = any(each.taken_bytes for each in steps)
     rows = []
     for each in steps:
         age, state = "", list[str]()
@@ -435,8 +437,10 @@ def _print_steps(steps: list[StepStatus]) -> None:
             state = [word for word, holds in (*words, ("left behind", not each.is_current)) if holds]
         numbers = (number_text(metrics.get(name)) for name in names)
         state_text = ", ".join([*state, each.problem or "ok"])
-        rows.append([str(each.step), bytes_text(each.nbytes), age, *numbers, state_text])
-    print_columns(["step", "size", "age", *names, "state"], rows, [True, True, True, *[True] * len(names), False])
+        sizes = [bytes_text(size) for size in [each.nbytes, each.written_bytes][: 1 + is_shared]]
+        rows.append([str(each.step), *sizes, age, *numbers, state_text])
+    titles = ["step", *["size", "written"][: 1 + is_shared], "age", *names]
+    print_columns([*titles, "state"], rows, [*[True] * len(titles), False])
 
 
 def report(

@@ -31,6 +31,7 @@ from jaxckpt_train.run.lock import SILENCE_S, Owner, OwnerLock
 from jaxckpt_train.run.maintenance import Fate, Pruning, fates
 from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.store.backends.base import Backend
+from jaxckpt_train.store.backends.local_names import shared_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +40,12 @@ class PrunePlan:
 
     steps: list[tuple[StepStatus, Fate]]
     broken: list[StepStatus]  # those newer than the newest valid step
+    freed_bytes: int  # the size of the data of the steps to delete, as far as it is known, that no other step has
 
     @property
     def going(self) -> list[StepStatus]:
         """The steps to delete."""
         return [status for status, fate in self.steps if fate.goes]
-
-    @property
-    def freed_bytes(self) -> int:
-        """The size of their data, as far as it is known."""
-        return sum(status.nbytes or 0 for status in self.going)
 
 
 def plan_pruning(
@@ -85,7 +82,11 @@ def plan_pruning(
     steps = [
         (status, decided.get(status.name) or Fate(False, (f"not committed: {status.problem}",))) for status in statuses
     ]
-    return PrunePlan(steps, broken)
+    going = [status for status, fate in steps if fate.goes]
+    freed_bytes = sum(status.nbytes or 0 for status in going)
+    if not is_url(directory):
+        freed_bytes -= shared_bytes([f"{directory}/{status.name}" for status in going])
+    return PrunePlan(steps, broken, freed_bytes)
 
 
 def _entries(statuses: Sequence[StepStatus]) -> list[Entry]:

@@ -58,6 +58,12 @@ class StepStatus:
     is_current: bool  # False after a roll-back behind it, or after it was saved again and not set aside
     problem: str | None  # why it cannot be restored, as far as its manifest shows
     refusal: CheckpointError | None = None
+    taken_bytes: int = 0  # of files that it took over from the step before
+
+    @property
+    def written_bytes(self) -> int | None:
+        """How many bytes its save wrote."""
+        return None if self.nbytes is None else self.nbytes - self.taken_bytes
 
     @property
     def is_restorable(self) -> bool:
@@ -109,14 +115,14 @@ def current_names(backend: Backend, directory: str) -> set[str]:
 
 
 def _inspect_step(backend: Backend, directory: str, current: Collection[str], entry: Entry) -> StepStatus:
-    nbytes, problem, refusal = None, None, None
+    nbytes, taken_bytes, problem, refusal = None, 0, None, None
     try:
-        nbytes = _data_bytes(backend, f"{directory}/{entry.name}")
+        nbytes, taken_bytes = _data_bytes(backend, f"{directory}/{entry.name}")
     except CheckpointError as error:
         problem, refusal = str(error), _refusal(error)
     if problem is None and entry.damaged is not None:
         problem = f"set aside as damaged: {entry.damaged}"
-    return StepStatus(entry.name, entry.step, entry, nbytes, entry.name in current, problem, refusal)
+    return StepStatus(entry.name, entry.step, entry, nbytes, entry.name in current, problem, refusal, taken_bytes)
 
 
 def _refusal(error: CheckpointError) -> CheckpointError | None:
@@ -128,14 +134,20 @@ class _PartSizes(msgspec.Struct):
     files: list[tuple[str, int, str]]
 
 
+class _Taken(msgspec.Struct):
+    taken_bytes: int = 0
+
+
 class _Sizes(msgspec.Struct):
     """The sizes in a manifest. The rest of it is neither decoded nor validated."""
 
     segments: list[tuple[str, int, int, str]]
     parts: list[_PartSizes]
+    info: _Taken
 
 
-def _data_bytes(backend: Backend, directory: str) -> int:
+def _data_bytes(backend: Backend, directory: str) -> tuple[int, int]:
+    """The size of the data of a checkpoint, and how much of it was taken over from the one before."""
     found = read_committed(backend, directory)
     if found is None:
         raise CorruptCheckpointError("its COMMIT no longer exists")
@@ -145,7 +157,8 @@ def _data_bytes(backend: Backend, directory: str) -> int:
         raise CorruptCheckpointError(
             f"{directory}: expected a valid manifest, found something else: {error}"
         ) from error
-    return sum(segment[1] for segment in sizes.segments) + sum(file[1] for part in sizes.parts for file in part.files)
+    files = sum(file[1] for part in sizes.parts for file in part.files)
+    return sum(segment[1] for segment in sizes.segments) + files, sizes.info.taken_bytes
 
 
 def _uncommitted_steps(backend: Backend, directory: str, known: set[str]) -> list[StepStatus]:

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableSequence, Sequence
 from itertools import compress, repeat
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,6 +42,7 @@ from jaxckpt_train.pytree.copies import (
     take_from_devices,
 )
 from jaxckpt_train.pytree.flatten import check_storable, flatten, is_key_array
+from jaxckpt_train.pytree.identity import LastSaved, LeafIdentities, UnreadArray
 from jaxckpt_train.pytree.leaves import EMPTY, ArrayLeaf, EmptyLeaf, Flat, KeyLeaf, LeafRecord, TreeRecord, record_value
 from jaxckpt_train.pytree.partition import JobPartition, LocalShard, take_local_shards
 from jaxckpt_train.settings import KIB, MIB, Colocated, SnapshotMode
@@ -80,6 +81,8 @@ class Snapshot:
     owners: Mapping[int, int] = dataclasses.field(default_factory=dict)
     on_hosts: HostParts | None = None  # what other hosts write of the arrays
     device_wait_s: float = 0.0  # 0.0 where copies were only started
+    identities: LeafIdentities | None = None
+    same: frozenset[str] = frozenset()  # paths of leaves that are the same arrays as in the last save
 
     def wait_for_devices(self) -> float:
         """Wait, in the background, until the devices have finished pending computations; return the seconds."""
@@ -110,21 +113,27 @@ def snapshot(
     is_guarded: bool = False,
     partition: JobPartition | None = None,
     colocated: Colocated = False,
+    is_tracked: bool = False,
+    last: LastSaved | None = None,
 ) -> Snapshot:
     """Take a pytree as it is now, safe from later donation and in-place changes; each distinct shard once.
 
     Numpy arrays are copied. JAX arrays on the CPU are held as views, once they are computed: a donation then copies
     them instead of reusing their memory. After such a donation, later trees of the same structure are copied, as by
     mode "host". `ahead` limits what is in transit from the devices in all trees of a save; `is_guarded`: find nan and
-    inf; `partition`: what this process of a job writes; `colocated`: other hosts write what they hold.
+    inf; `partition`: what this process of a job writes; `colocated`: other hosts write what they hold. `is_tracked`:
+    remember which arrays these are; `last`: leave those where they are that will be taken over from the last save.
     """
     with paused_collection():
         flat = flatten(tree)
+        identities = LeafIdentities(flat.names, flat.leaves) if is_tracked else None
+        same = frozenset() if last is None else last.identities.same(flat.names, flat.leaves)
+        settled = last.before.settled(same) if last is not None and same else frozenset()
         hosts = _host_snapshot(flat.leaves, colocated)
     keeps_views = mode in ("auto", "host")
     waited_s = _wait_for_cpus(flat.leaves, hosts) if keeps_views else 0.0
     with paused_collection():
-        collector = _LeafCollector(keeps_views=keeps_views, partition=partition, hosts=hosts)
+        collector = _LeafCollector(keeps_views=keeps_views, partition=partition, hosts=hosts, settled=settled)
         records = collector.take_all(flat.names, flat.leaves)
         on_hosts = None if hosts is None else hosts.finish()
     arrays = collector.arrays
@@ -155,7 +164,21 @@ def snapshot(
     for number in compared:
         arrays[number] = arrays[number]._replace(chunks=())
     local, owners = collector.local, collector.owners
-    return Snapshot(record, arrays, transfers, is_taken, donation, guard, local, compared, owners, on_hosts, waited_s)
+    return Snapshot(
+        record,
+        arrays,
+        transfers,
+        is_taken,
+        donation,
+        guard,
+        local,
+        compared,
+        owners,
+        on_hosts,
+        waited_s,
+        identities,
+        same,
+    )
 
 
 def _host_snapshot(leaves: Sequence[Any], setting: Colocated) -> HostSnapshot | None:
@@ -207,7 +230,11 @@ class _LeafCollector:
     """Takes the leaves of a tree. It caches facts about a sharding or dtype for later leaves."""
 
     def __init__(
-        self, keeps_views: bool, partition: JobPartition | None = None, hosts: HostSnapshot | None = None
+        self,
+        keeps_views: bool,
+        partition: JobPartition | None = None,
+        hosts: HostSnapshot | None = None,
+        settled: Collection[str] = (),
     ) -> None:
         self.arrays: list[ArraySource] = []
         # Arrays whose chunks are incomplete: their numbers, and the JAX array or its parts with the rest.
@@ -216,6 +243,7 @@ class _LeafCollector:
         self.compared: list[int] = []
         self.owners: dict[int, int] = {}
         self._keeps_views, self._partition, self._hosts = keeps_views, partition, hosts
+        self._settled = settled
         self._facts: dict[jax.sharding.Sharding, _ShardingFacts] = {}
         self._plain: dict[Any, bool] = {}
 
@@ -223,6 +251,8 @@ class _LeafCollector:
         """Take every leaf; plain arrays on the CPU device are taken together."""
         kinds = plain_kinds(leaves) if self._keeps_views and self._partition is None and self._hosts is None else set()
         alike = [type(leaf) in kinds for leaf in leaves]
+        if self._settled:
+            alike = [yes and name not in self._settled for yes, name in zip(alike, names, strict=True)]
         views = take_views(list(compress(names, alike)), list(compress(leaves, alike))) if kinds else None
         if views is None:
             return {name: self.take(name, leaf) for name, leaf in zip(names, leaves, strict=True)}
@@ -319,12 +349,17 @@ class _LeafCollector:
         elif self._partition is not None:
             is_compared = form.local and not self._assign(leaf.nbytes)
             parts = _whole_shards(leaf) if form.local else self._partition.of(leaf)
-            if form.on_host and self._keeps_views:
+            if name in self._settled and not is_compared:
+                chunks = tuple(ChunkSource(part.box, UnreadArray(name, part.held, part.inner)) for part in parts)
+            elif form.on_host and self._keeps_views:
                 chunks = tuple(ChunkSource(part.box, np.asarray(part.held)[part.inner or ...]) for part in parts)
             elif is_compared:
                 chunks = tuple(ChunkSource(part.box, np.array(part.held, copy=True)) for part in parts)
             else:
                 self.elsewhere.append((len(self.arrays), parts))
+        elif name in self._settled:
+            parts = _whole_shards(leaf)
+            chunks = tuple(ChunkSource(part.box, UnreadArray(name, part.held)) for part in parts)
         elif not (form.on_host and self._keeps_views):
             self.elsewhere.append((len(self.arrays), leaf))
         elif form.single:

@@ -113,6 +113,7 @@ class RunRestore:
     ) -> None:
         self._run, self._job_sync, self._targets, self._settings = run, job_sync, targets, settings
         self._meter = ByteMeter(progress)
+        self.committed: Committed | None = None  # the checkpoint that was loaded last
 
     def restore(self, step: int | None, *, warns: bool) -> tuple[dict[str, Any], int]:
         """Restore a step, from which the run continues; return its checkpointables and its number.
@@ -213,7 +214,7 @@ class RunRestore:
         return found
 
     def _load_parts(self, committed: Committed, loads: JobLoads | None = None) -> dict[str, Any]:
-        options, wanted = LoadOptions(donatable=True), self._wanted(committed)
+        options, wanted, self.committed = LoadOptions(donatable=True), self._wanted(committed), committed
         return load_parts(self._run.backend, committed, wanted, self._settings, options, self._meter, loads)
 
     def _wanted(self, committed: Committed) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ from jaxckpt_train.checkpointables.handlers import JsonHandler, handler_of
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, current_fingerprint
 from jaxckpt_train.checkpointables.saving import CheckpointSave
 from jaxckpt_train.checkpointables.staging import StagedPart, wait_until_taken
+from jaxckpt_train.checkpointables.unchanged import UnchangedLeaves
 from jaxckpt_train.errors import CheckpointError, MismatchError
 from jaxckpt_train.pending import PendingSave, process_is_ending
 from jaxckpt_train.policies.cost_model import LoopTimer
@@ -101,6 +102,7 @@ class StepSave:
         clock: Clock,
         timer: LoopTimer,
         drift: Drift | None = None,
+        unchanged: UnchangedLeaves | None = None,
     ) -> None:
         started = self._began_at = time.perf_counter()
         self._timer, self._drift = timer, drift
@@ -111,7 +113,7 @@ class StepSave:
         self.info: dict[str, Any] = {}
         job = job_sync.channel("save", settings.barrier_timeout_s)
         subject = f"step {request.step} to {run.directory}"
-        self._save = CheckpointSave(job, subject, run.backend, settings)
+        self._save = CheckpointSave(job, subject, run.backend, settings, unchanged)
         self._times = self._save.times
         with self._save.sharing_errors():
             self._take(request, checkpointables)
@@ -214,9 +216,11 @@ class StepSave:
         self._run.record_roll_back()
         times.bytes = committed.data_bytes  # of all processes
         spent_s = times.write_s + times.commit_s
-        self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
+        written_bytes = times.bytes - times.taken_bytes
+        self._note(ok=True, bytes_per_s=round(written_bytes / spent_s) if spent_s > 0 else math.inf)
         took_s = self._record["save_s"] - times.device_wait_s
-        _log.info("saved step %d in %.3f s (%.2f MiB)", self._step, took_s, times.bytes / MIB)
+        taken = f", {times.taken_bytes / MIB:.2f} MiB of it unchanged" if times.taken_bytes else ""
+        _log.info("saved step %d in %.3f s (%.2f MiB%s)", self._step, took_s, times.bytes / MIB, taken)
         try:
             if not is_url(self._run.directory):  # where retention changes the record first, which only the owner can
                 self._run.check_owner()  # another process may have taken over, and list what retention would delete

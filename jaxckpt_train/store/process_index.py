@@ -142,6 +142,7 @@ class ProcessIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     alike: str
     parts: tuple[PartIndex, ...]
+    taken_bytes: int = 0  # of segments that were taken over from the checkpoint before
 
 
 def encode_index(index: ProcessIndex) -> bytes:

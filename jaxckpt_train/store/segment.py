@@ -202,6 +202,26 @@ class StableChunkSource(ChunkSource):
     __slots__ = ()
 
 
+def flat_bytes(source: ChunkSource) -> np.ndarray | None:
+    """The flat bytes of a chunk without a copy; None if it is not in host memory, row-major and little-endian."""
+    data = source.data
+    if isinstance(data, memoryview):
+        return np.frombuffer(data, np.uint8) if data.c_contiguous else None
+    if isinstance(data, np.ndarray) and data.flags.c_contiguous and data.dtype.isnative:
+        return data.reshape(-1).view(np.uint8)
+    return None
+
+
+def fetched_bytes(source: ChunkSource) -> np.ndarray:
+    """The flat bytes of a chunk, row-major and little-endian; fetched or converted."""
+    data: Any = source.data
+    here = data.fetch() if hasattr(data, "fetch") else np.asarray(data)
+    flat = np.ascontiguousarray(here, here.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
+    if len(flat) != data.nbytes:
+        raise ValueError(f"the device returned {len(flat)} bytes, expected {data.nbytes}")
+    return flat
+
+
 class ArraySource(NamedTuple):
     """One array to write: name, global shape, dtype, chunks whose boxes tile it, and the sharding to record."""
 

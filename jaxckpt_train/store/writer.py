@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import SettingsError, StorageError
@@ -23,16 +24,17 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Sink
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.manifest import BLOCK_BYTES, ArrayRecord, ChunkRecord, SegmentRecord, digest_function
+from jaxckpt_train.store.reuse import APART_BYTES, NOTHING_KNOWN, Candidate, Sources, Unchanged
 from jaxckpt_train.store.segment import (
     ALIGNMENT,
     ArraySource,
-    ChunkSource,
-    LazyArray,
     PlacedChunk,
     SegmentLayout,
     Shardings,
     StableChunkSource,
     dtype_name,
+    fetched_bytes,
+    flat_bytes,
     plan_segments,
 )
 from jaxckpt_train.store.threads import Latch, PerProcess, paused_collection, shared_workers
@@ -48,15 +50,21 @@ Progress = Callable[[int], None]
 
 @dataclasses.dataclass(frozen=True)
 class WrittenArrays:
-    """The manifest's records of the arrays of one checkpointable."""
+    """The manifest's records of the arrays of one checkpointable; the first `taken` segments were not written."""
 
     segments: tuple[SegmentRecord, ...]
     arrays: tuple[ArrayRecord, ...]
+    taken: int = 0
 
     @property
     def data_bytes(self) -> int:
-        """The size of the files, including their headers."""
-        return sum(segment.bytes for segment in self.segments)
+        """The size of the written files, including their headers."""
+        return sum(segment.bytes for segment in self.segments[self.taken :])
+
+    @property
+    def taken_bytes(self) -> int:
+        """The size of the files that were taken over."""
+        return sum(segment.bytes for segment in self.segments[: self.taken])
 
 
 def write_arrays(
@@ -70,36 +78,74 @@ def write_arrays(
     progress: Progress | None = None,
     process: int = 0,
     give_up: Callable[[], None] | None = None,
+    known: Unchanged = NOTHING_KNOWN,
 ) -> WrittenArrays:
     """Write all arrays of one checkpointable below `directory/part/`; they must not change until this returns.
 
     `first_segment` is the number of segments that the manifest has already. `progress` is called with numbers of bytes,
     from several threads. `give_up` is called at an interrupt; it may unblock threads that wait for data to write.
+    Segments in which nothing has changed, as far as it is `known`, are taken over from the checkpoint before.
 
     Raises StorageError: the first error of the file system; nothing more is written after it.
     """
+    digest = digest_function(settings.digest)
     with paused_collection():
-        layouts = list(plan_segments(arrays, settings.segment_bytes))
-    files = [f"{part}/p{process:05d}-s{number:03d}.safetensors" for number in range(len(layouts))]
+        sources = Sources(arrays, known, digest)
+        start = segment_prefix(part, process)
+        taken = _take_over(backend, directory, start, sources, known, settings)
+        apart, changing = sources.divided()
+        layouts = [
+            *plan_segments(apart, min(APART_BYTES, settings.segment_bytes)),
+            *plan_segments(changing, settings.segment_bytes),
+        ]
+    files = [_file_name(start, number) for number in range(len(taken), len(taken) + len(layouts))]
     writers = [
         SegmentWriter(backend, f"{directory}/{file}", layout, settings)
         for file, layout in zip(files, layouts, strict=True)
     ]
     write_segments(backend, directory, writers, settings, progress, give_up)
-    digest = digest_function(settings.digest)
-    segments = tuple(
+    segments = [
         SegmentRecord(file, layout.size, len(layout.head), digest(layout.head))
         for file, layout in zip(files, layouts, strict=True)
-    )
+    ]
     with paused_collection():
-        return WrittenArrays(segments, _records(arrays, writers, first_segment))
+        records = _records(arrays, taken, writers, first_segment)
+        return WrittenArrays((*(each.segment for each in taken), *segments), records, len(taken))
+
+
+def segment_prefix(part: str, process: int) -> str:
+    """The start of the names of the segments that a process writes of a checkpointable."""
+    return f"{part}/p{process:05d}-"
+
+
+def _file_name(start: str, number: int) -> str:
+    return f"{start}s{number:03d}.safetensors"
+
+
+def _take_over(
+    backend: Backend, directory: str, start: str, sources: Sources, known: Unchanged, settings: StoreSettings
+) -> list[Candidate]:
+    """Give the segments of before in which nothing has changed a name in this checkpoint, too; returns these."""
+    taken: list[Candidate] = []
+    before = "" if known.before is None else known.before.directory
+    for candidate in sources.candidates():
+        name, segment = _file_name(start, len(taken)), candidate.segment
+        if sources.is_same(candidate) and backend.clone(f"{before}/{segment.file}", f"{directory}/{name}"):
+            if settings.durability != "none":
+                backend.sync(f"{directory}/{name}")
+            sources.take(candidate)
+            taken.append(candidate._replace(segment=msgspec.structs.replace(segment, file=name)))
+    return taken
 
 
 def _records(
-    arrays: Sequence[ArraySource], writers: Sequence[SegmentWriter], first_segment: int
+    arrays: Sequence[ArraySource], taken: Sequence[Candidate], writers: Sequence[SegmentWriter], first_segment: int
 ) -> tuple[ArrayRecord, ...]:
     chunks: list[list[ChunkRecord]] = [[] for _ in arrays]
-    for number, writer in enumerate(writers, first_segment):
+    for number, candidate in enumerate(taken, first_segment):
+        for index, _, record in candidate.chunks:
+            chunks[index].append(msgspec.structs.replace(record, segment=number))
+    for number, writer in enumerate(writers, first_segment + len(taken)):
         for (array, source, offset, length), blocks in zip(writer.layout.chunks, writer.blocks, strict=True):
             digests = blocks[0] if len(blocks) == 1 else "".join(blocks)
             chunks[array].append(ChunkRecord(source.box, number, offset, length, digests))
@@ -291,7 +337,7 @@ class SegmentWriter:
             return None
         if begin % BLOCK_BYTES or (end != chunk.length and end % BLOCK_BYTES):
             return None  # a block spans another window too
-        flat = _flat(chunk.source)
+        flat = flat_bytes(chunk.source)
         if flat is None:
             return None
         piece = flat[begin:end]
@@ -379,17 +425,16 @@ class SegmentWriter:
 
     def _bytes(self, index: int, chunk: PlacedChunk) -> np.ndarray:
         """The chunk as row-major, little-endian, flat bytes; fetched or converted once if necessary."""
-        flat = _flat(chunk.source)
+        flat = flat_bytes(chunk.source)
         if flat is not None:
             return flat
-        data = np.asarray(chunk.source.data) if isinstance(chunk.source.data, memoryview) else chunk.source.data
         with self._fetched_lock:
             if self._failure is not None:
                 raise self._failure
             fetched = self._fetched.get(index)
             if fetched is None:
                 try:
-                    fetched = self._fetched[index] = _fetch(data, chunk.length)
+                    fetched = self._fetched[index] = _Fetched(fetched_bytes(chunk.source), chunk.length)
                 except BaseException as error:
                     self._failure = error
                     raise
@@ -482,24 +527,6 @@ class _CutBlock:
     def __init__(self, size: int) -> None:
         self.left, self.lock = size, threading.Lock()
         self.flat: np.ndarray | None = None
-
-
-def _flat(source: ChunkSource) -> np.ndarray | None:
-    """The flat bytes of a chunk without a copy; None if it is not in host memory, row-major and little-endian."""
-    data = source.data
-    if isinstance(data, memoryview):
-        return np.frombuffer(data, np.uint8) if data.c_contiguous else None
-    if isinstance(data, np.ndarray) and data.flags.c_contiguous and data.dtype.isnative:
-        return data.reshape(-1).view(np.uint8)
-    return None
-
-
-def _fetch(data: np.ndarray | LazyArray, length: int) -> _Fetched:
-    here = data if isinstance(data, np.ndarray) else data.fetch()
-    flat = np.ascontiguousarray(here, here.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
-    if len(flat) != length:
-        raise ValueError(f"the device returned {len(flat)} bytes, expected {length}")
-    return _Fetched(flat, length)
 
 
 def _copy_overlap(source: np.ndarray, source_start: int, window_start: int, window: np.ndarray) -> None:

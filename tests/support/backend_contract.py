@@ -30,6 +30,7 @@ class BackendContract:
     """Inherit, and define `backend`, `root`, `direct`, `raw` and `names`."""
 
     direct: Any = False
+    can_clone = True
 
     @pytest.fixture
     def backend(self) -> Any:
@@ -90,6 +91,20 @@ class BackendContract:
         sink.finish(16 * 4096 - 5, sync=False)
         expected = np.repeat(np.arange(16, dtype=np.uint8), 4096)[:-5].tobytes()
         assert self.raw(backend, f"{root}/a") == expected
+
+    def test_clone_stays_when_its_source_goes(self, backend: Any, root: str) -> None:
+        self.put(backend, f"{root}/a", b"x" * 5000)
+        assert backend.clone(f"{root}/a", f"{root}/b") is self.can_clone
+        if not self.can_clone:
+            assert self.names(backend, root) == ["a"]
+            return
+        backend.remove(f"{root}/a")
+        assert self.get(backend, root, "b") == b"x" * 5000
+        assert self.names(backend, root) == ["b"]
+
+    def test_clone_of_nothing_is_refused(self, backend: Any, root: str) -> None:
+        assert not backend.clone(f"{root}/a", f"{root}/b")
+        assert self.names(backend, root) == []
 
     def test_abandoning_is_never_an_error(self, backend: Any, root: str) -> None:
         sink = backend.create(f"{root}/a", direct=self.direct)

@@ -84,6 +84,18 @@ class MemoryBackend:
         path = os.path.join(directory, name)
         return _MemorySource(path, self._file(path, "open the file"))
 
+    def clone(self, source: str, target: str) -> bool:
+        """Give a file a second name."""
+        with self._lock:
+            self._need_parent(target)
+            node = self._nodes.get(source)
+            if node is None:
+                return False
+            if target in self._nodes:
+                raise _storage_error(errno.EEXIST, "clone", target)
+            self._nodes[target] = node
+            return True
+
     def kind(self, path: str) -> Literal["file", "directory", "other"] | None:
         """What is at a path."""
         with self._lock:

@@ -66,6 +66,14 @@ class ObjectContract:
         assert backend.kind(f"{url}/a") is None
         assert backend.read_record(f"{url}/record") is None
 
+    def test_clone_stays_when_its_source_goes(self, backend: ObjectBackend, url: str) -> None:
+        data = np.random.default_rng(0).integers(0, 256, 300_000, np.uint8)
+        self.put(backend, f"{url}/a", data)
+        assert backend.clone(f"{url}/a", f"{url}/d/b")
+        backend.remove(f"{url}/a")
+        assert self.get(backend, f"{url}/d", "b") == data.tobytes()
+        assert not backend.clone(f"{url}/a", f"{url}/c")
+
     def test_unfinished_object_does_not_appear(self, backend: ObjectBackend, url: str) -> None:
         sink = backend.create(f"{url}/a", direct=False)
         sink.write_at(0, np.zeros(PART_BYTES + 1, np.uint8))

@@ -151,6 +151,9 @@ class Files(Opener, Protocol):
     def write_new(self, path: str, data: bytes) -> bool:
         """Create a small file with this content, atomically and durably; False if the name is taken."""
 
+    def clone(self, source: str, target: str) -> bool:
+        """Make a file with the content of another, without reading it; False: that is not possible here."""
+
     def list(self, path: str) -> list[Entry]:
         """The entries of a directory, sorted by name."""
 

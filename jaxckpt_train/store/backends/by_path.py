@@ -55,6 +55,9 @@ class ByPath:
     def write_new(self, path: str, data: bytes) -> bool:
         return self._of(path).write_new(path, data)
 
+    def clone(self, source: str, target: str) -> bool:
+        return is_url(source) == is_url(target) and self._of(target).clone(source, target)
+
     def list(self, path: str) -> list[Entry]:
         return self._of(path).list(path)
 

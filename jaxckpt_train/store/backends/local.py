@@ -42,6 +42,7 @@ from jaxckpt_train.store.backends.local_names import (
     replace_symlink,
     retry_interrupted,
     scan_entries,
+    share_blocks,
 )
 from jaxckpt_train.store.backends.records import add_next_version, read_newest_version, refresh_version
 
@@ -85,6 +86,19 @@ class LocalBackend:
     def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> _LocalSource:
         with _storage_errors("open the file", os.path.join(directory, name)):
             return retry_interrupted(_open_below, directory, name, direct)
+
+    def clone(self, source: str, target: str) -> bool:
+        """By a hard link, or by sharing the blocks where the file system offers that."""
+        with _storage_errors(f"clone {source}", target):
+            try:
+                retry_interrupted(os.link, source, target)
+            except OSError as error:
+                if error.errno in (errno.EMLINK, errno.EPERM, errno.EACCES):
+                    return share_blocks(source, target)
+                if error.errno in {*UNSUPPORTED, errno.EXDEV, errno.ENOENT}:
+                    return False
+                raise
+            return True
 
     def list(self, path: str) -> list[Entry]:
         with _storage_errors("list the directory", path):

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import errno
 import hashlib
+import logging
 import mmap
 import os
 import re
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # `jaxckpt --help` imports this module, and needs neither
     from obstore import UpdateVersion
     from obstore.store import ObjectStore
 
+_log = logging.getLogger("jaxckpt_train")
 FIRST_BYTES = 256 * KIB
 """How much of a small file is read when it is opened, so that most of them take one request."""
 ROUNDS_AT_ONCE = 4
@@ -256,6 +258,19 @@ class ObjectBackend:
             if now != before:
                 return now == data  # the first put has arrived late
             return _put_on_condition(place, data, _token(found.meta), self._settings.retries) is not None
+
+    def clone(self, source: str, target: str) -> bool:
+        """Let the service copy an object; False: it did not, for whatever reason."""
+        import obstore
+
+        (store, key), (other, new) = self._at(source), self._at(target)
+        try:
+            if store is other:
+                obstore.copy(store, key, new)
+            return store is other
+        except Exception as error:  # noqa: BLE001  # the caller writes the object itself, and learns then what is wrong
+            _log.debug("%s was not copied: %s", source, _shown(error))
+            return False
 
     def list(self, path: str) -> list[Entry]:
         """The objects and prefixes below a prefix, sorted by name."""

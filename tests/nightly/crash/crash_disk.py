@@ -275,6 +275,14 @@ class CrashDisk:
                 self.rename(target, source)
             raise
 
+    def clone(self, source: str, target: str) -> bool:
+        with self.machine.guard:
+            old, new = self._at("clone", source), self._new("clone", target)
+            if old.found is None or old.found not in self.machine.live.files:
+                return False
+            self.do(Link(new.inode, new.name, old.found, is_directory=False), target)
+            return True
+
     def write_new(self, path: str, data: bytes) -> bool:
         temporary = self._temporary(path, TEMPORARY_PREFIXES[0], "create the file")
         try:

@@ -130,14 +130,15 @@ class WrongContentError(AssertionError):
 
 
 def state_of(token: int) -> dict[str, Any]:
-    """Return the content of a save: arrays of several sizes and a position, determined by its token."""
+    """Return the content of a save, determined by its token: arrays that change, or do not, and a position."""
     return {"state": dict(_arrays_of(token)), "data": JsonValue({"position": token})}
 
 
 @functools.lru_cache(maxsize=1024)
 def _arrays_of(token: int) -> dict[str, np.ndarray]:
     chance = np.random.default_rng(token)
-    return {f"w{size}": chance.standard_normal(size).astype(np.float32) for size in SIZES}
+    arrays = {f"w{size}": chance.standard_normal(size).astype(np.float32) for size in SIZES}
+    return arrays | {"never": np.arange(3000, dtype=np.float32), "rarely": np.full(100, token // 4, np.float32)}
 
 
 def token_of(restored: dict[str, Any]) -> int:

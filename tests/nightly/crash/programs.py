@@ -69,7 +69,13 @@ def process(number: int, boot: int = 0) -> Iterator[None]:
 def opened(disk: CrashDisk, settings: StoreSettings, keep: int | None) -> StepManager:
     """Open the run on this disk."""
     policy = None if keep is None else LatestN(keep)
-    return StepManager(RUN, settings=settings, preservation_policy=policy, backend=disk)  # type: ignore[arg-type]
+    return StepManager(
+        RUN,
+        settings=settings,
+        preservation_policy=policy,
+        frozen=("never", "rarely"),
+        backend=disk,  # type: ignore[arg-type]
+    )
 
 
 def die(disk: CrashDisk, manager: StepManager) -> None:

@@ -52,7 +52,7 @@ class TestDirect(TestBuffered):
 class TestWithoutLinks(TestBuffered):
     """A new file is renamed to its name, or created under it."""
 
-    code = errno.EPERM
+    code, can_clone = errno.EPERM, False
 
     @pytest.fixture(autouse=True, params=[False, True], ids=["with rename flags", "without"])
     def _refuse(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,128 @@
+"""What does not change between two saves of a run is not written again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import jaxckpt_train as jct
+
+MIB = 1 << 20
+BASE = 4  # arrays of a MiB
+
+
+def base() -> dict[str, jax.Array]:
+    return {f"w{number}": jnp.full(MIB // 4, number, jnp.float32) for number in range(BASE)}
+
+
+def state_of(frozen: dict[str, Any], step: int) -> dict[str, Any]:
+    return {"base": frozen, "lora": {"a": jnp.full(5000, step, jnp.float32)}, "step": jnp.asarray(step)}
+
+
+def written_bytes(manager: jct.StepManager) -> list[int]:
+    """The bytes that each save wrote, from the history."""
+    return [event["bytes"] - event["taken_bytes"] for event in manager.history.events() if event["event"] == "save"]
+
+
+def save(manager: jct.StepManager, step: int, state: Any) -> None:
+    manager.save(step, {"state": state})
+    manager.wait()
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def check(directory: Path, step: int, state: Any) -> None:
+    """A step is whole, alone, and its files hold exactly its tensors."""
+    path = jct.StepManager(directory).path(step)
+    assert jct.verify(path).ok
+    assert_same(
+        jct.load(path)["state"] if "state" in jct.load(path) else jct.load(path), jax.tree.map(np.asarray, state)
+    )
+    tensors = [name for file in Path(path).rglob("*.safetensors") for name in load_file(file)]
+    assert len(tensors) == len(set(tensors)) == len(jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("frozen", [None, "base/**"])
+def test_same_arrays_are_written_twice_at_most(tmp_path: Path, frozen: str | None) -> None:
+    kept = base()
+    with jct.StepManager(tmp_path, frozen=frozen) as manager:
+        for step in range(1, 5):
+            save(manager, step, state_of(kept, step))
+        written = written_bytes(manager)
+    full = 1 if frozen else 2
+    assert all(each > BASE * MIB for each in written[:full])
+    assert all(each < MIB // 10 for each in written[full:])
+    for step in range(1, 5):
+        check(tmp_path, step, state_of(kept, step))
+
+
+def test_equal_values_in_new_arrays_are_found_by_their_digests(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as manager:
+        for step in range(1, 6):
+            save(manager, step, state_of({name: np.asarray(each) for name, each in base().items()}, step))
+        written = written_bytes(manager)
+    assert [each > BASE * MIB for each in written] == [True, True, True, False, False]
+    check(tmp_path, 5, state_of(base(), 5))
+
+
+def test_first_save_after_a_resume_takes_over(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, frozen="base/**") as manager:
+        save(manager, 1, state_of(base(), 1))
+    with jct.StepManager(tmp_path, frozen="base/**") as manager:
+        state = manager.restore({"state": state_of(base(), 0)})["state"]
+        save(manager, 2, state_of(state["base"], 2))
+        assert written_bytes(manager)[-1] < MIB // 10
+    check(tmp_path, 2, state_of(base(), 2))
+
+
+def test_deleted_steps_harm_no_other(tmp_path: Path) -> None:
+    kept = base()
+    with jct.StepManager(tmp_path, frozen="base/**") as manager:
+        for step in range(1, 6):
+            save(manager, step, state_of(kept, step))
+    for step in (1, 5, 3):
+        shutil.rmtree(jct.StepManager(tmp_path).path(step))
+        for left in jct.StepManager(tmp_path).steps:
+            check(tmp_path, left, state_of(kept, left))
+
+
+def test_array_changed_in_place_is_written(tmp_path: Path) -> None:
+    kept = {name: np.array(each) for name, each in base().items()}
+    with jct.StepManager(tmp_path, frozen="base/**") as manager:
+        for step in range(1, 5):
+            kept["w1"][step] = -step
+            save(manager, step, state_of(kept, step))
+            check(tmp_path, step, state_of(kept, step))
+
+
+def test_donated_and_replaced_array_is_written(tmp_path: Path) -> None:
+    kept = base()
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    with jct.StepManager(tmp_path, frozen="base/**") as manager:
+        for step in range(1, 6):
+            save(manager, step, state_of(kept, step))
+            check(tmp_path, step, state_of(kept, step))
+            if step in (2, 3):
+                kept = {**kept, "w2": add(kept["w2"])}
+
+
+def test_vanished_file_is_written_again(tmp_path: Path) -> None:
+    kept = base()
+    with jct.StepManager(tmp_path, frozen="base/**") as manager:
+        save(manager, 1, state_of(kept, 1))
+        for file in Path(manager.path(1)).rglob("*.safetensors"):
+            os.unlink(file)
+        save(manager, 2, state_of(kept, 2))
+    check(tmp_path, 2, state_of(kept, 2))
