@@ -9,6 +9,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.settings import ObjectStoreSettings
+from jaxckpt_train.store.backends import objects
 from tests.support.objects.calls import Answer
 from tests.support.objects.stand_in import StandIn
 
@@ -21,6 +22,12 @@ class Careless(StandIn):
     def respond(self, method: str, target: str, headers: dict[str, str], body: bytes) -> tuple[Answer, int] | None:
         kept = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
         return super().respond(method, target, kept, body)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier test may have probed a server at the same port."""
+    monkeypatch.setattr(objects._clients, "probed", [])
 
 
 @pytest.fixture

@@ -85,5 +85,7 @@ def test_checkpointables_together_keep_the_staging_limit(
 
 def test_counter_detects_transfers_without_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stage = staging._stage
-    monkeypatch.setattr(staging, "_stage", lambda *given: stage(*given[:-2], staging.TransferBudget(1 << 40), None))
+    monkeypatch.setattr(
+        staging, "_stage", lambda *given: stage(*given[:4], staging.TransferBudget(1 << 40), None, None)
+    )
     assert saved(monkeypatch, tmp_path / "c", "stream") > BOUND_BYTES
