@@ -217,6 +217,28 @@ class Azurite(RealServer):
         _put(f"{self.endpoint}/{BUCKET}?restype=container", headers)
 
 
+class FakeGcs(RealServer):
+    """fake-gcs-server, an emulator of Google Cloud Storage in memory.
+
+    It speaks the JSON API and obstore the XML API, so it is for the peers of benchmarks alone, and not in `SERVERS`.
+    """
+
+    name, version = "fake-gcs-server", "1.56.1"
+    dialect = "gcs"
+
+    @classmethod
+    def install(cls) -> str | None:
+        return _install_by_go(cls.name, cls.version, "github.com/fsouza/fake-gcs-server")
+
+    def command(self, port: int) -> list[str]:
+        binary = str(_place(self.name, self.version) / self.name)
+        where = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port)]
+        return [binary, *where, "-backend", "memory", "-log-level", "error"]
+
+    def create_bucket(self) -> None:
+        _send("POST", f"{self.endpoint}/storage/v1/b?project=test", {}, f'{{"name": "{BUCKET}"}}')
+
+
 SERVERS: dict[str, type[RealServer]] = {each.name: each for each in (Moto, VersityGw, GoFakeS3, S3rver, Azurite)}
 
 
@@ -292,9 +314,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _put(url: str, headers: dict[str, str]) -> None:
+    _send("PUT", url, {"Content-Length": "0", **headers})
+
+
+def _send(method: str, url: str, headers: dict[str, str], body: str | None = None) -> None:
     parts = urllib.parse.urlsplit(url)
     with contextlib.closing(http.client.HTTPConnection(parts.netloc, timeout=START_LIMIT_S)) as connection:
-        connection.request("PUT", f"{parts.path}?{parts.query}", headers={"Content-Length": "0", **headers})
+        connection.request(method, f"{parts.path}?{parts.query}", body, headers)
         response = connection.getresponse()
         if response.status >= 300:
-            raise RuntimeError(f"PUT {url}: {response.status} {response.read()[:500]!r}")
+            raise RuntimeError(f"{method} {url}: {response.status} {response.read()[:500]!r}")
