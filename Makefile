@@ -172,8 +172,12 @@ bench-tools: $(STAMP)  ## measure imports, diffs and commands (10 minutes)
 	$(BIN)/python -m benchmarks.tools --json build/bench-tools.json --page docs/benchmarks
 
 .PHONY: bench-objects
-bench-objects: $(STAMP)  ## compare saves to an object server on loopback with obstore alone (15 minutes)
+bench-objects: $(STAMP)  ## compare saves to an object server on loopback with obstore alone, PyTorch DCP and Orbax (40 minutes)
 	$(BIN)/python -m benchmarks.objects --json build/bench-objects.json --page docs/benchmarks
+
+.PHONY: bench-gcs
+bench-gcs: $(STAMP)  ## add what Orbax needs to save to Google Cloud Storage; without it bench-objects leaves Orbax out
+	.ci/install $(VENV) -c constraints.txt 'gcsfs>=2026.7'
 
 bench-quick: $(STAMP)  ## run a smaller benchmark in a few minutes
 	$(BIN)/python -m benchmarks.run --quick --json build/bench-quick.json --plots build/bench-quick

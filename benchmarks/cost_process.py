@@ -25,6 +25,7 @@ def run_fresh(
     platform: str | None = "cpu",
     cache: Path | None = None,
     under: Sequence[str] = (),
+    python: Path | str = sys.executable,
     timeout_s: float = TIMEOUT_S,
 ) -> Any:
     """Call a function in a process of its own, and return what it returned.
@@ -36,6 +37,7 @@ def run_fresh(
         platform: the only one that JAX uses there; None: JAX chooses.
         cache: where processes share what they have compiled; None: they do not.
         under: a command to put before, such as `taskset -c 0` or `flock FILE`.
+        python: the interpreter of the process.
         timeout_s: the process is killed after this long.
 
     Raises:
@@ -49,7 +51,7 @@ def run_fresh(
         answer = Path(folder, "answer.json")
         command = [
             *under,
-            sys.executable,
+            str(python),
             "-m",
             "benchmarks.cost_process",
             function,

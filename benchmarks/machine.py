@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +30,7 @@ def describe(directory: Path) -> Description:
         "mount_point": mount_point,
         "mount_options": options,
         "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
+        **versions(PACKAGES),
     }
 
 
@@ -48,6 +49,11 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """The installed versions of distributions."""
+    return {package: version(package) for package in packages}
 
 
 def _field(file: Path, name: str) -> str | None:

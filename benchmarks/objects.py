@@ -13,10 +13,11 @@ from typing import Any
 
 import obstore
 
-from benchmarks import cost_command, objects_report, page_cache
+from benchmarks import cost_command, objects_peers, objects_report, page_cache
 from benchmarks.cost_process import run_fresh
 from benchmarks.machine import version
-from benchmarks.objects_turns import ARRAYS, SMALL_ARRAYS, SMALL_BYTES
+from benchmarks.objects_arrays import ARRAYS
+from benchmarks.objects_turns import SMALL_ARRAYS, SMALL_BYTES
 from jaxckpt_train import StoreSettings
 from tests.support.objects.servers import SERVERS, Moto, RealServer, VersityGw
 from tests.support.objects.stand_in import StandIn
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         machine = cost_command.machine_of(directory)
         with _temporary_files_below(directory), _started(options.server) as server:
             results = _about(options, given) | _measure(options, server)
+            if isinstance(server, VersityGw):
+                results["peers"] = objects_peers.measure(options, server)
     cost_command.finish(options, machine, results)
     objects_report.show(cost_command.stdout_console(), machine, results)
     if options.page:
@@ -100,13 +103,13 @@ def _measure(options: argparse.Namespace, server: Server) -> dict[str, Any]:
         for pair in PAIRS:
             for name in pair if number % 2 else reversed(pair):
                 found[name] = _turn(name, options, server, mib=options.mib, is_quick=options.quick)
-        _empty(server)
+        objects_peers.empty(server.access)
         peaks = {}
         for name in memory:
             peaks[name] = _turn("peak_memory", options, server, mib=options.mib, saves=name == "save")
-            _empty(server)
+            objects_peers.empty(server.access)
         one_small = _turn("save_small", options, server)
-        _empty(server)
+        objects_peers.empty(server.access)
         _say(f"round {number}: " + ", ".join(f"{name} {sample['seconds']:.2f} s" for name, sample in found.items()))
         if number > 0:
             for name, sample in found.items():
@@ -134,13 +137,6 @@ def _turn(name: str, options: argparse.Namespace, server: Server, **arguments: A
 
 def _fresh(name: str, under: Sequence[str], **arguments: Any) -> Any:
     return run_fresh(f"benchmarks.objects_turns:{name}", arguments, under=under)
-
-
-def _empty(server: Server) -> None:
-    """Remove all objects."""
-    store = server.access.store()
-    for found in obstore.list(store):
-        obstore.delete(store, [each["path"] for each in found])
 
 
 @contextlib.contextmanager

@@ -16,15 +16,12 @@ from obstore.store import from_url
 
 import jaxckpt_train as jct
 from benchmarks import host_memory, memory_probe
-from benchmarks.random_bytes import leaf_bytes
+from benchmarks.objects_arrays import ARRAYS, MIB, array_bytes, array_name, check, timed
 from jaxckpt_train.settings import ObjectStoreSettings
 from tests.support.objects.faults import Kind
 from tests.support.objects.stand_in import StandIn
 
-MIB = 1 << 20
-ARRAYS = 16
 SMALL_ARRAYS, SMALL_BYTES = 1000, 2000
-SEED = (42,)
 RAW, RUN = "raw", "run"
 """Below the bucket: the object that obstore alone puts, and our run."""
 
@@ -40,7 +37,7 @@ def put_by_obstore(bucket: str, mib: int, is_quick: bool) -> Answer:
         obstore.put(store, key, content, use_multipart=True, chunk_size=width, max_concurrency=most)
 
     put(f"{RAW}-first", data[:MIB])
-    return {"seconds": _seconds(lambda: put(RAW, data), mib, is_quick)}
+    return {"seconds": timed(lambda: put(RAW, data), mib, is_quick)}
 
 
 def get_by_obstore(bucket: str, mib: int, is_quick: bool) -> Answer:
@@ -54,40 +51,40 @@ def get_by_obstore(bucket: str, mib: int, is_quick: bool) -> Answer:
     found: list[obstore.Bytes] = []
     with concurrent.futures.ThreadPoolExecutor(settings.concurrency) as pool:
         list(pool.map(lambda start: obstore.get_range(store, RAW, start=start, length=1), starts))
-        seconds = _seconds(lambda: found.extend(pool.map(get, starts)), mib, is_quick)
+        seconds = timed(lambda: found.extend(pool.map(get, starts)), mib, is_quick)
     data = _all_bytes(mib)
     for start, part in zip(starts, found, strict=True):
-        _check(bytes(part), data[start : start + width].tobytes())
+        check(bytes(part), data[start : start + width].tobytes())
     return {"seconds": seconds}
 
 
 def save_by_us(bucket: str, mib: int, is_quick: bool) -> Answer:
     """A step of a run, saved until it is committed, and how long the call blocked; a small step comes before."""
     with jct.StepManager(bucket + RUN, preservation_policy=jct.PreserveAll()) as manager:
-        manager.save(0, {"state": _state(1)})
+        manager.save(0, {"state": jax_state(1)})
         manager.wait()
-        return _timed_save(manager, 1, _state(mib), lambda: host_memory.make_present(mib * MIB, is_quick=is_quick))
+        return _timed_save(manager, 1, jax_state(mib), lambda: host_memory.make_present(mib * MIB, is_quick=is_quick))
 
 
 def load_by_us(bucket: str, mib: int, is_quick: bool) -> Answer:
     """The same step, restored into JAX arrays, from the opening of the run until all are ready."""
     with jct.StepManager(bucket + RUN) as manager:
-        manager.load({"state": _target(1)}, step=0)
+        manager.load({"state": jax_target(1)}, step=0)
     found: dict[str, Any] = {}
 
     def restore() -> None:
         with jct.StepManager(bucket + RUN) as manager:
-            found.update(jax.block_until_ready(manager.restore({"state": _target(mib)})))
+            found.update(jax.block_until_ready(manager.restore({"state": jax_target(mib)})))
 
-    seconds = _seconds(restore, mib, is_quick)
-    for number, array in enumerate(found["state"].values()):
-        _check(np.asarray(array).tobytes(), leaf_bytes(SEED, number, mib * MIB // ARRAYS).tobytes())
+    seconds = timed(restore, mib, is_quick)
+    for number in range(ARRAYS):
+        check(np.asarray(found["state"][array_name(number)]).tobytes(), array_bytes(number, mib).tobytes())
     return {"seconds": seconds}
 
 
 def peak_memory(bucket: str, mib: int, saves: bool) -> Answer:
     """The peak of a process's resident memory, from when its state is there; it saves, or does all but that."""
-    state = _state(mib)
+    state = jax_state(mib)
     with jct.StepManager(bucket + RUN) as manager:
         memory_probe.calm_down()
         memory_probe.reset_peak()
@@ -135,7 +132,7 @@ def count_resumes(steps: int, times: int) -> dict[str, list[list[Kind]]]:
             with jct.StepManager(directory) as manager:
                 restored = manager.restore({"state": {"w": np.zeros(64, int)}})
                 found["manager"].append([request.kind for request in server.requests])
-            _check(bytes(restored["state"]["w"]), bytes(np.full(64, steps)))
+            check(bytes(restored["state"]["w"]), bytes(np.full(64, steps)))
             server.requests.clear()
             with jct.CheckpointCallback(directory, save_interval_steps=10, progress=False) as callback:
                 callback.resume({"w": np.zeros(64, int)})
@@ -144,20 +141,18 @@ def count_resumes(steps: int, times: int) -> dict[str, list[list[Kind]]]:
 
 
 def _all_bytes(mib: int) -> np.ndarray:
-    return np.concatenate([leaf_bytes(SEED, number, mib * MIB // ARRAYS) for number in range(ARRAYS)])
+    return np.concatenate([array_bytes(number, mib) for number in range(ARRAYS)])
 
 
-def _state(mib: int) -> dict[str, jax.Array]:
-    width = mib * MIB // ARRAYS
-    return {
-        f"layer_{number:02d}": jax.device_put(leaf_bytes(SEED, number, width).view(np.uint32))
-        for number in range(ARRAYS)
-    }
+def jax_state(mib: int) -> dict[str, jax.Array]:
+    """The arrays on JAX's device."""
+    return {array_name(number): jax.device_put(array_bytes(number, mib).view(np.uint32)) for number in range(ARRAYS)}
 
 
-def _target(mib: int) -> dict[str, jax.ShapeDtypeStruct]:
-    shape = (mib * MIB // ARRAYS // 4,)
-    return {f"layer_{number:02d}": jax.ShapeDtypeStruct(shape, np.uint32) for number in range(ARRAYS)}
+def jax_target(mib: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """What to load them into."""
+    shape, sharding = (mib * MIB // ARRAYS // 4,), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return {array_name(number): jax.ShapeDtypeStruct(shape, np.uint32, sharding=sharding) for number in range(ARRAYS)}
 
 
 def _small_state() -> dict[str, jax.Array]:
@@ -177,18 +172,3 @@ def _timed_save(manager: jct.StepManager, step: int, state: Any, before: Callabl
     returned = time.perf_counter()
     manager.wait()
     return {"blocked_s": returned - started, "seconds": time.perf_counter() - started}
-
-
-def _seconds(call: Callable[[], object], mib: int, is_quick: bool) -> float:
-    """Seconds of a call. Memory is prepared before, for all subjects alike: see `host_memory`."""
-    gc.collect()
-    host_memory.make_present(mib * MIB, is_quick=is_quick)
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def _check(found: bytes, expected: bytes) -> None:
-    """Raises ValueError: other bytes were loaded."""
-    if found != expected:
-        raise ValueError("other bytes were loaded than saved")

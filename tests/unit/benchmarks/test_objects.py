@@ -31,6 +31,18 @@ RESULTS: dict[str, Any] = {
     "small": [{"seconds": 0.1, "blocked_s": 0.01}],
     "requests": {"save of small arrays": [ROUND * 4, ROUND * 2], "manager": [["get"] * 4], "callback": [["get"] * 9]},
 }
+PEERS = {
+    "network": {"latency_s": 0.1, "bytes_per_s": 200e6},
+    "dcp": {
+        "versions": {"torch": "2.9.1", "s3fs": "2026.2"},
+        "options": {"DCP, tuned": {"writer": {"thread_count": 8}, "s3": {"default_block_size": 9}}},
+        "seconds": {
+            "save": {"ours": [1.2, 2.0], "DCP, defaults": [9.0, 5.0], "DCP, tuned": [3.0, 6.0]},
+            "load": {"ours": [2.0, 2.0], "DCP, defaults": [4.5, 3.0], "DCP, tuned": [4.0, 3.5]},
+        },
+    },
+    "orbax": {"left_out": "gcsfs is not installed"},
+}
 MACHINE = {
     "cores": 2,
     "processor": "a processor",
@@ -73,6 +85,22 @@ def test_times_are_compared_with_obstore() -> None:
     times = objects_report.tables(RESULTS)[1]
     assert times.rows[0] == ("save, obstore alone", "2.00\n1.50 .. 4.00", "32", "")
     assert times.rows[1] == ("save, ours", "2", "32", "1.00\n0.75 .. 2.00")
+
+
+def test_goals_of_dcp_are_about_its_faster_variant() -> None:
+    assert goals(RESULTS | {"peers": PEERS})[-2:] == [("2.50", "met"), ("1.75\n1.50 .. 2.00", "MISSED")]
+
+
+def test_peers_have_tables_or_reasons(tmp_path: Path) -> None:
+    results = RESULTS | {"peers": PEERS}
+    *_, times = objects_report.tables(results)
+    assert times.rows[0] == ("save, ours", "1.60\n1.20 .. 2.00", "40", "")
+    assert times.rows[2] == ("save, DCP, tuned", "4\n3 .. 6", "14", "2.75\n2.50 .. 3.00")
+    assert "100 ms and 200 MB/s" in times.title
+    objects_report.write(tmp_path, MACHINE, results)
+    page = (tmp_path / objects_report.PAGE).read_text()
+    for part in ("torch 2.9.1", "thread_count=8, default_block_size=9", "left out: Orbax: gcsfs is not installed"):
+        assert part in page
 
 
 def test_page_has_machine_versions_and_command(tmp_path: Path) -> None:
