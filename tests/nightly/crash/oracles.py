@@ -135,14 +135,14 @@ def _retained(line: list[int], manager: StepManager, facts: Facts, names: Callab
 def replaced_in_doubt(entries: Sequence[Entry]) -> set[str]:
     """Return the names of the generations for which the disk has a later one that it refused to sync."""
     doubtful = [entry for entry in entries if entry.is_unsynced and entry.damaged is None]
-    return {entry.name for entry in entries if any(_is_later(each, entry) for each in doubtful)}
+    return {entry.name for entry in entries if any(_may_be_later(each, entry) for each in doubtful)}
 
 
-def _is_later(entry: Entry, other: Entry) -> bool:
-    """Return whether an entry is a later generation of the same step; an unreadable one is known by its name only."""
-    if entry.step != other.step:
+def _may_be_later(entry: Entry, other: Entry) -> bool:
+    """Return whether an entry may be a later generation of the same step; a held one has a sequence that is guessed."""
+    if entry.step != other.step or entry is other:
         return False
-    return (entry.sequence, entry.generation) > (other.sequence, other.generation)
+    return entry.is_held or (entry.sequence, entry.generation) > (other.sequence, other.generation)
 
 
 def retained_of(there: Sequence[int], expected: Collection[int]) -> list[Problem]:
