@@ -138,7 +138,7 @@ def state_of(token: int) -> dict[str, Any]:
 def _arrays_of(token: int) -> dict[str, np.ndarray]:
     chance = np.random.default_rng(token)
     arrays = {f"w{size}": chance.standard_normal(size).astype(np.float32) for size in SIZES}
-    return arrays | {"never": np.arange(3000, dtype=np.float32), "rarely": np.full(100, token // 4, np.float32)}
+    return arrays | {"never": np.arange(1000, dtype=np.float32), "rarely": np.full(9, token // 4, np.float32)}
 
 
 def token_of(restored: dict[str, Any]) -> int:

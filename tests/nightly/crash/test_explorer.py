@@ -139,7 +139,7 @@ def test_saves_that_do_not_sync_are_detected(durability: str, program: str) -> N
 
 @pytest.mark.parametrize("program", ["run", "run-none"])
 def test_loads_without_verification_are_detected(program: str) -> None:
-    assert_detected("wrong bytes", program, make_disk=WithoutSegmentSync, seed=9, verify_on_load=False)
+    assert_detected("wrong bytes", program, make_disk=WithoutSegmentSync, seed=0, verify_on_load=False)
 
 
 def test_unsynced_folders_of_checkpointables_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
