@@ -27,8 +27,8 @@ FULL_MIB, QUICK_MIB = 1024, 64
 STEPS, QUICK_STEPS = 1000, 50
 STAND_IN = "stand-in"
 CHOICES = (VersityGw.name, Moto.name, STAND_IN)
-# In a round, the two of a pair take turns in going first.
-PAIRS = (("put_by_obstore", "save_by_us"), ("get_by_obstore", "load_by_us"))
+# In a round, those of a group go in this order or in the other.
+GROUPS = (("put_by_obstore", "save_by_us"), ("get_by_obstore", "load_by_us", "restore_by_us"))
 
 Server = RealServer | StandIn
 
@@ -95,13 +95,13 @@ def _about(options: argparse.Namespace, given: Sequence[str]) -> dict[str, Any]:
 
 def _measure(options: argparse.Namespace, server: Server) -> dict[str, Any]:
     """All samples. Round 0 is the warm-up, and is left out."""
-    speed: dict[str, list[Any]] = {name: [] for pair in PAIRS for name in pair}
+    speed: dict[str, list[Any]] = {name: [] for group in GROUPS for name in group}
     memory: dict[str, list[Any]] = {"save": [], "no save": []}
     small: list[Any] = []
     for number in range(options.rounds + 1):
         found = {}
-        for pair in PAIRS:
-            for name in pair if number % 2 else reversed(pair):
+        for group in GROUPS:
+            for name in group if number % 2 else reversed(group):
                 found[name] = _turn(name, options, server, mib=options.mib, is_quick=options.quick)
         objects_peers.empty(server.access)
         peaks = {}

@@ -31,7 +31,9 @@ keeps objects in files and syncs nothing, so loads come from the page cache; HTT
   obstore alone  one object of the same random bytes, put in parts, or got in ranges into new memory, with the same
                  sizes and as many at once. Ours also makes and checks digests, and for a load JAX arrays
   save           StepManager.save and wait: until the step is committed in the record of the run
-  load           a StepManager is opened and restores the step into JAX arrays; all bytes are compared after the clock
+  load           the run is opened, and `jct.load_checkpointables` loads the step into JAX arrays; the bytes are compared
+                 after the clock
+  restore        StepManager.restore, which copies the arrays once more, into memory of XLA that a step can donate
   of obstore     seconds of obstore alone divided by ours, in the same round: above 1, ours is faster
   blocked        how long the call of StepManager.save takes, for JAX arrays that are not donated
   memory         highest resident memory (VmHWM, reset once the state is there) of a process that saves, less that of
@@ -120,18 +122,24 @@ SUBJECTS = {"save": ("put_by_obstore", "save_by_us"), "load": ("get_by_obstore",
 
 
 def _times(results: Mapping[str, Any]) -> TextTable:
-    size, mib = results["size"], results["size"]["mib"]
+    size = results["size"]
     rows: list[tuple[str, ...]] = []
     for what, (alone, ours) in SUBJECTS.items():
-        ratios = of_obstore(results, alone, ours)
-        for name, subject, shown in (("obstore alone", alone, ""), ("ours", ours, _spread(ratios))):
-            seconds = [each["seconds"] for each in results["speed"][subject]]
-            rows.append((f"{what}, {name}", _spread(seconds), f"{mib / statistics.median(seconds):,.0f}", shown))
+        rows.append(_time(f"{what}, obstore alone", results, alone))
+        rows.append(_time(f"{what}, ours", results, ours, of_obstore(results, alone, ours)))
+    ratios = of_obstore(results, "get_by_obstore", "restore_by_us")
+    rows.append(_time("restore, ours", results, "restore_by_us", ratios))
     arrays = f"{size['small_arrays']:,} arrays of {size['small_bytes'] / 1000:g} kB"
     rows.append((f"save of {arrays}", _spread([each["seconds"] for each in results["small"]]), "", ""))
     rows.append((f"blocked by it, {arrays}", _spread([each["blocked_s"] for each in results["small"]]), "", ""))
-    title = f"{mib:,} MiB in {size['arrays']} arrays, and small arrays, on {results['server']}"
+    title = f"{size['mib']:,} MiB in {size['arrays']} arrays, and small arrays, on {results['server']}"
     return TextTable(title, ("", "seconds", "MiB/s", "of obstore"), rows)
+
+
+def _time(name: str, results: Mapping[str, Any], subject: str, ratios: Sequence[float] = ()) -> tuple[str, ...]:
+    seconds = [each["seconds"] for each in results["speed"][subject]]
+    rate = results["size"]["mib"] / statistics.median(seconds)
+    return name, _spread(seconds), f"{rate:,.0f}", _spread(ratios) if ratios else ""
 
 
 def _peers(results: Mapping[str, Any]) -> list[TextTable]:

@@ -67,16 +67,27 @@ def save_by_us(bucket: str, mib: int, is_quick: bool) -> Answer:
 
 
 def load_by_us(bucket: str, mib: int, is_quick: bool) -> Answer:
-    """The same step, restored into JAX arrays, from the opening of the run until all are ready."""
-    with jct.StepManager(bucket + RUN) as manager:
-        manager.load({"state": jax_target(1)}, step=0)
-    found: dict[str, Any] = {}
+    """The same step, loaded into JAX arrays by `jct.load`, from the opening of the run until all are ready."""
+    return _timed_load(
+        lambda target, step: jct.load_checkpointables(jct.StepManager(bucket + RUN).path(step), target), mib, is_quick
+    )
 
-    def restore() -> None:
+
+def restore_by_us(bucket: str, mib: int, is_quick: bool) -> Answer:
+    """As `load_by_us`, by `StepManager.restore`: into memory of XLA, so that the state can be donated."""
+
+    def restore(target: Any, step: int) -> Any:
         with jct.StepManager(bucket + RUN) as manager:
-            found.update(jax.block_until_ready(manager.restore({"state": jax_target(mib)})))
+            return manager.restore(target, step)
 
-    seconds = timed(restore, mib, is_quick)
+    return _timed_load(restore, mib, is_quick)
+
+
+def _timed_load(load: Callable[[Any, int], Any], mib: int, is_quick: bool) -> Answer:
+    load({"state": jax_target(1)}, 0)
+    found: dict[str, Any] = {}
+    target = {"state": jax_target(mib)}
+    seconds = timed(lambda: found.update(jax.block_until_ready(load(target, 1))), mib, is_quick)
     for number in range(ARRAYS):
         check(np.asarray(found["state"][array_name(number)]).tobytes(), array_bytes(number, mib).tobytes())
     return {"seconds": seconds}

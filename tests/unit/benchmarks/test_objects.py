@@ -23,6 +23,7 @@ RESULTS: dict[str, Any] = {
         "save_by_us": [{"seconds": each, "blocked_s": 0.0025} for each in (2.0, 2.0, 2.0)],
         "get_by_obstore": [{"seconds": each} for each in (1.0, 1.0, 1.0)],
         "load_by_us": [{"seconds": each} for each in (1.0, 2.0, 4.0)],
+        "restore_by_us": [{"seconds": each} for each in (2.0, 4.0, 8.0)],
     },
     "memory": {
         "save": [{"peak_bytes": each * MIB} for each in (300, 350, 361)],
