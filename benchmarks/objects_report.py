@@ -31,8 +31,8 @@ keeps objects in files and syncs nothing, so loads come from the page cache; HTT
   obstore alone  one object of the same random bytes, put in parts, or got in ranges into new memory, with the same
                  sizes and as many at once. Ours also makes and checks digests, and for a load JAX arrays
   save           StepManager.save and wait: until the step is committed in the record of the run
-  load           the run is opened, and `jct.load_checkpointables` loads the step into JAX arrays; the bytes are compared
-                 after the clock
+  load           the run is opened, and `jct.load_checkpointables` loads the step into JAX arrays; then the clock stops,
+                 and all bytes are compared
   restore        StepManager.restore, which copies the arrays once more, into memory of XLA that a step can donate
   of obstore     seconds of obstore alone divided by ours, in the same round: above 1, ours is faster
   blocked        how long the call of StepManager.save takes, for JAX arrays that are not donated

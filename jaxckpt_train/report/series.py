@@ -33,6 +33,7 @@ class ReportEvent(RunEvent, gc=False):
 
     name: str = ""
     bytes: _Whole | None = None
+    taken_bytes: _Whole = 0
     bytes_per_s: _Rate | None = None
     reason: str = ""
     error: str = ""
@@ -76,6 +77,7 @@ class Save:
     save_s: float
     phases: dict[str, float]
     bytes: int | None
+    written_bytes: int | None  # without the files of the step before
     bytes_per_s: float | None
     metrics: dict[str, float]
 
@@ -120,6 +122,7 @@ def save_of(event: ReportEvent) -> Save:
         save_s=save_s,
         phases={name: value for name in PHASES if (value := getattr(event, name)) is not None},
         bytes=event.bytes,
+        written_bytes=None if event.bytes is None else max(0, event.bytes - event.taken_bytes),
         bytes_per_s=event.bytes_per_s if event.ok else None,
         metrics=metrics_from_json(event.metrics),
     )

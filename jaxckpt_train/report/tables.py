@@ -96,6 +96,7 @@ def save_cells(save: Save) -> Cells:
         "blocked#": seconds_text(save.blocked_s),
         "background#": seconds_text(save.background_s),
         "size#": bytes_text(save.bytes),
+        "written#": bytes_text(save.written_bytes),
         "rate#": rate_text(save.bytes_per_s),
         "reason": save.reason,
         "outcome": "committed" if save.ok else f"failed: {save.error}",
