@@ -95,6 +95,9 @@ class SaveTarget(Protocol):
     def create_attempt(self) -> Transaction:
         """Create the attempt."""
 
+    def writes_everything(self) -> bool:
+        """Whether no file of the checkpoint before is to be taken over; asked after `create_attempt`."""
+
     def after_commit(self, committed: Committed) -> Any:
         """Record the commit, and return plain data for all processes. They all get an error; the checkpoint stays."""
 
@@ -122,6 +125,10 @@ class PathTarget:
         remove_stale_temporaries(self.backend, self.final)
         return self.transaction or begin(self.backend, self.final, self.settings)
 
+    def writes_everything(self) -> bool:
+        """Nothing is known of a checkpoint before."""
+        return True
+
     def after_commit(self, committed: Committed) -> None:
         """Record nothing."""
 
@@ -142,6 +149,7 @@ class _Begun(msgspec.Struct):
     info: bytes
     shared: tuple[str, ...]
     owners: dict[str, int]
+    writes_everything: bool
 
 
 class _Done(msgspec.Struct):
@@ -260,6 +268,8 @@ class CheckpointSave:
         begun = msgspec.msgpack.decode(answer, type=_Begun)
         self._directory, self._final = os.fsdecode(begun.directory), os.fsdecode(begun.final)
         self._shared = frozenset(begun.shared)
+        if begun.writes_everything and self._unchanged is not None:
+            self._unchanged.forget()
         return begun
 
     def _coming(self) -> bytes:
@@ -288,7 +298,8 @@ class CheckpointSave:
             transaction.add_folder(part.name)
         paths = os.fsencode(transaction.directory), os.fsencode(transaction.committed_at)
         owners = {name: owner for each in coming for name, owner in each.owners.items()}
-        return msgspec.msgpack.encode(_Begun(*paths, msgspec.json.encode(target.info), shared, owners))
+        info, everything = msgspec.json.encode(target.info), target.writes_everything()
+        return msgspec.msgpack.encode(_Begun(*paths, info, shared, owners, everything))
 
     def _own(self, owners: Mapping[str, int]) -> None:
         for part in self.parts:

@@ -195,6 +195,7 @@ class RunDirectory:
         self._origin = ResumePoint()
         # Findings that are not recorded yet: the save, and its damage; None: it is intact again.
         self._findings: dict[tuple[str, datetime.datetime], tuple[Entry, str | None]] = {}
+        self._damaged = set[tuple[str, datetime.datetime]]()  # as of the last look of `has_new_damage`
         self._warned_about = set[str]()
         self._past: RunStatistics | None = None
 
@@ -603,6 +604,13 @@ class RunDirectory:
         if self.is_owner:
             self._write_damage_reports()
             self.history.add("restore", self._clock(), **restored.record(), completed=self.log.completed)
+
+    def has_new_damage(self) -> bool:
+        """Whether a step was found to be damaged since the last call."""
+        with self._guard:
+            damaged = {entry.identity for entry in self._entries if entry.damaged is not None} | {*self._findings}
+            before, self._damaged = self._damaged, damaged
+        return not damaged <= before
 
     def set_aside(self, entry: Entry, problem: str) -> None:
         """Record that one step is damaged while another one is intact."""

@@ -199,6 +199,10 @@ class StepSave:
         publish = functools.partial(self._run.publish, name, self.info)
         return begin(self._run.backend, f"{self._run.directory}/{name}", self._settings, publish, is_step=True)
 
+    def writes_everything(self) -> bool:
+        """In the primary: whether a step was found to be damaged, whose files may be those of the last one, too."""
+        return self._run.has_new_damage()
+
     def _failed(self, error: BaseException) -> None:
         if not self._is_owner:
             return

@@ -202,7 +202,7 @@ def share_blocks(source: str, target: str) -> bool:
     with contextlib.suppress(OSError), open(source, "rb") as old, open(target, "xb") as new:
         fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
         return True
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         retry_interrupted(os.unlink, target)
     return False
 

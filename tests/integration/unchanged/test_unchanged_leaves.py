@@ -126,3 +126,35 @@ def test_vanished_file_is_written_again(tmp_path: Path) -> None:
             os.unlink(file)
         save(manager, 2, state_of(kept, 2))
     check(tmp_path, 2, state_of(kept, 2))
+
+
+def test_damage_is_not_taken_over(tmp_path: Path) -> None:
+    kept = base()
+    with jct.StepManager(tmp_path, frozen="base/**") as manager:
+        for step in (1, 2):
+            save(manager, step, state_of(kept, step))
+    shared = next(file for file in Path(manager.path(2)).rglob("*.safetensors") if file.stat().st_nlink == 2)
+    data = bytearray(shared.read_bytes())
+    data[-1] ^= 1
+    shared.write_bytes(data)
+    assert [jct.verify(manager.path(step)).ok for step in (1, 2)] == [False, False]
+    with jct.StepManager(tmp_path, frozen="base/**") as manager:
+        with pytest.raises(jct.CorruptCheckpointError):
+            manager.restore({"state": state_of(kept, 0)})
+        save(manager, 3, state_of(kept, 3))
+    check(tmp_path, 3, state_of(kept, 3))
+
+
+def test_damage_that_is_found_later_is_not_taken_over(tmp_path: Path) -> None:
+    kept = base()
+    with jct.StepManager(tmp_path) as manager:
+        for step in range(1, 5):
+            save(manager, step, state_of(kept, step))
+        damaged = manager.path(4)
+        for file in Path(damaged).rglob("*.safetensors"):
+            if file.stat().st_nlink > 1:
+                file.write_bytes(file.read_bytes()[:-1] + b"\1")
+        assert not jct.verify(damaged).ok
+        assert manager.restore({"state": state_of(kept, 0)})["state"]["step"] < 4
+        save(manager, 5, state_of(kept, 5))
+        check(tmp_path, 5, state_of(kept, 5))
