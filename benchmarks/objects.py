@@ -1,4 +1,4 @@
-"""Saves to an object server on loopback and loads from it, against obstore alone: `python -m benchmarks.objects`."""
+"""Saves to object servers on loopback and loads, against obstore alone and peers: `python -m benchmarks.objects`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ State = dict[str, torch.Tensor]
 
 def save_by_dcp(bucket: str, mib: int, is_quick: bool, folder: str, options: Options) -> dict[str, float]:
     """A save of one process, through fsspec and s3fs."""
-    fsspec.config.conf["s3"] = dict(options["s3"])
+    fsspec.config.conf["s3"] = dict(options.get("s3fs in a save", {}))
 
     def save(name: str, state: State) -> None:
         dcp.save(state, storage_writer=FsspecWriter(bucket + name, **options["writer"]), no_dist=True)
@@ -34,7 +34,7 @@ def save_by_dcp(bucket: str, mib: int, is_quick: bool, folder: str, options: Opt
 
 def load_by_dcp(bucket: str, mib: int, is_quick: bool, folder: str, options: Options) -> dict[str, float]:
     """The same, loaded into new tensors."""
-    fsspec.config.conf["s3"] = dict(options["s3"])
+    fsspec.config.conf["s3"] = dict(options.get("s3fs in a load", {}))
     found: State = {}
 
     def load(name: str, mib: int) -> None:
