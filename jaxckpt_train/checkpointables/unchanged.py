@@ -86,7 +86,7 @@ class UnchangedLeaves:
                 chunks = tuple(chunk for chunk in array.chunks if chunk.segment in own)
                 if chunks:
                     arrays[array.name] = msgspec.structs.replace(array, chunks=chunks)
-            before = WrittenBefore(committed.directory, own, arrays, is_restored=True)
+            before = WrittenBefore(committed.directory, own, arrays)
             self._last[part.name] = LastSaved(before, nothing)
 
     def forget(self) -> None:

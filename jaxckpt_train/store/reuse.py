@@ -15,8 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxckpt_train.store.boxes import box_shape
-from jaxckpt_train.store.manifest import BLOCK_BYTES, ArrayRecord, ChunkRecord, HexDigest, SegmentRecord, block_digests
+from jaxckpt_train.store.manifest import (
+    BLOCK_BYTES,
+    HEX_DIGITS,
+    ArrayRecord,
+    ChunkRecord,
+    SegmentRecord,
+    digest_function,
+)
 from jaxckpt_train.store.segment import ArraySource, ChunkSource, dtype_name, fetched_bytes, flat_bytes
+from jaxckpt_train.store.threads import Workers
 from jaxckpt_train.store.timeouts import report_progress
 
 APART_BYTES = 256 << 20
@@ -25,6 +33,8 @@ MIN_APART_BYTES = 1 << 20
 """Fewer bytes of unchanged arrays are not worth a file of their own."""
 MIN_APART_SHARE = 64
 """Nor is less than this part of what a process writes."""
+MIN_COMPARED_BYTES = 64 << 10
+"""Smaller arrays are not compared before they are written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +45,13 @@ class WrittenBefore:
         directory: of that checkpoint.
         segments: by their numbers in the chunks of `arrays`.
         arrays: by name, with the chunks of this process.
-        steady: names of arrays that had these bytes in the checkpoint before it, too.
-        is_restored: it was restored, so that each of its arrays may still be as it was.
+        steady: names of arrays that had these bytes in the checkpoint before it, too; None: that is not known.
     """
 
     directory: str
     segments: Mapping[int, SegmentRecord]
     arrays: Mapping[str, ArrayRecord]
-    steady: frozenset[str] = frozenset()
-    is_restored: bool = False
+    steady: frozenset[str] | None = None
 
     def settled(self, same: frozenset[str]) -> frozenset[str]:
         """Those of the arrays that are the same whose segments will be taken over: nothing else is in them."""
@@ -84,49 +92,106 @@ class Candidate(NamedTuple):
     chunks: Sequence[Found]
 
 
-class Sources:
-    """The arrays that a process saves, while it is open which of their chunks it writes."""
+class _Block(NamedTuple):
+    name: str  # of the array
+    data: np.ndarray
+    digest: str  # of before
 
-    def __init__(self, arrays: Sequence[ArraySource], known: Unchanged, digest: HexDigest) -> None:
-        self._arrays, self._known, self._digest = arrays, known, digest
-        self._changed: set[str] = set()
+
+class Sources:
+    """The arrays that a process saves, while it is open which of their chunks it writes.
+
+    `workers` compare digests.
+    """
+
+    def __init__(self, arrays: Sequence[ArraySource], known: Unchanged, digest: str, workers: Workers) -> None:
+        self._arrays, self._known, self._workers = arrays, known, workers
+        self._digest, self._width = digest_function(digest), HEX_DIGITS[digest]
+        before, same, frozen = known
+        self._steady = same | frozen | ((before and before.steady) or frozenset())
         self._taken: dict[int, set[int]] = defaultdict(set)  # numbers of chunks, by array
         self._fetched: dict[int, dict[int, np.ndarray]] = defaultdict(dict)  # which cannot be fetched again
 
     def candidates(self) -> list[Candidate]:
-        """The segments of before whose chunks are all there again, each of an array that is the same or was steady."""
-        before, same, frozen = self._known
-        if before is None:
-            return []
-        hopeful = before.arrays.keys() if before.is_restored else (same | frozen | before.steady) & before.arrays.keys()
-        if not hopeful:
+        """The segments of before whose chunks are all there again, each of an array that may have stayed the same."""
+        before = self._known.before
+        if before is None or (before.steady is not None and not self._steady):
             return []
         found: dict[int, list[Found]] = defaultdict(list)
         for index, array in enumerate(self._arrays):
-            if array.name in hopeful:
-                record = before.arrays[array.name]
-                if (record.shape, record.dtype) == (array.shape, dtype_name(array.dtype)):
-                    numbers = {source.box: number for number, source in enumerate(array.chunks)}
-                    for chunk in record.chunks:
-                        if chunk.box in numbers:
-                            found[chunk.segment].append(Found(index, numbers[chunk.box], chunk))
+            if before.steady is None or array.name in self._steady:
+                for each in self._found(index, array):
+                    found[each.record.segment].append(each)
         sizes = Counter(chunk.segment for array in before.arrays.values() for chunk in array.chunks)
         return [Candidate(before.segments[each], some) for each, some in found.items() if len(some) == sizes[each]]
 
+    def _found(self, index: int, array: ArraySource) -> list[Found]:
+        """The chunks that were there before."""
+        before = self._known.before
+        record = None if before is None else before.arrays.get(array.name)
+        if record is None or (record.shape, record.dtype) != (array.shape, dtype_name(array.dtype)):
+            return []
+        numbers = {source.box: number for number, source in enumerate(array.chunks)}
+        return [Found(index, numbers[chunk.box], chunk) for chunk in record.chunks if chunk.box in numbers]
+
     def is_same(self, candidate: Candidate) -> bool:
         """Whether nothing in the segment has changed. It reads the arrays that are not known to be the same."""
-        for index, number, record in candidate.chunks:
-            array = self._arrays[index]
-            if array.name in self._known.same:
-                continue
-            data = flat_bytes(array.chunks[number])
+        unknown = [each for each in candidate.chunks if self._arrays[each.array].name not in self._known.same]
+        blocks, elsewhere = list[_Block](), list[Found]()
+        for each in unknown:
+            data = flat_bytes(self._arrays[each.array].chunks[each.chunk])
             if data is None:
-                data = self._fetched[index][number] = fetched_bytes(array.chunks[number])
-            if block_digests(data, BLOCK_BYTES, self._digest) != record.digests:
-                self._changed.add(array.name)
-                return False
+                elsewhere.append(each)
+            else:
+                blocks += self._blocks(each, data)
+        if elsewhere and candidate.segment.bytes > 2 * APART_BYTES:  # too much memory: what is fetched must stay
+            return False
+        changed = self._changed(blocks, stop=True)
+        for each in elsewhere if not changed else ():
+            source = self._arrays[each.array].chunks[each.chunk]
+            data = self._fetched[each.array][each.chunk] = fetched_bytes(source)
+            changed = self._changed(self._blocks(each, data), stop=True)
+            if changed:
+                break
+        self._steady -= changed
+        return not changed
+
+    def look_for_steady_arrays(self) -> None:
+        """Compare all arrays that are here, unless that was done when they were written before."""
+        before = self._known.before
+        if before is None or before.steady is not None:
+            return
+        blocks, names = list[_Block](), set[str]()
+        for index, array in enumerate(self._arrays):
+            found = self._found(index, array)
+            flat = [flat_bytes(source) for source in array.chunks]
+            size = sum(len(each) for each in flat if each is not None)
+            if index not in self._taken and len(found) == len(flat) and size >= MIN_COMPARED_BYTES:
+                here = [(each, data) for each in found if (data := flat[each.chunk]) is not None]
+                if len(here) == len(flat):
+                    names.add(array.name)
+                    blocks += [block for each, data in here for block in self._blocks(each, data)]
+        self._steady |= names - self._changed(blocks, stop=False)
+
+    def _blocks(self, found: Found, data: np.ndarray) -> list[_Block]:
+        name, digests = self._arrays[found.array].name, found.record.digests
+        places = range(0, len(data), BLOCK_BYTES)
+        each = (digests[number * self._width : (number + 1) * self._width] for number in range(len(places)))
+        return [_Block(name, data[at : at + BLOCK_BYTES], one) for at, one in zip(places, each, strict=True)]
+
+    def _changed(self, blocks: Sequence[_Block], *, stop: bool) -> frozenset[str]:
+        """The names of the arrays with other bytes than before; `stop`: one of them is enough."""
+        changed = set[str]()
+
+        def compare(block: _Block) -> None:
+            is_known = bool(changed) if stop else block.name in changed
+            if not is_known and self._digest(memoryview(block.data)) != block.digest:
+                changed.add(block.name)
+
+        if blocks:
+            self._workers.run_all(compare, blocks)
             report_progress()
-        return True
+        return frozenset(changed)
 
     def take(self, candidate: Candidate) -> None:
         """Leave the chunks of this segment out of what is written."""
@@ -136,8 +201,7 @@ class Sources:
 
     def divided(self) -> tuple[Sequence[ArraySource], Sequence[ArraySource]]:
         """What is left to write: arrays that get segments of their own, and the others; each in its place, or empty."""
-        before, same, frozen = self._known
-        steady = (same | frozen | (frozenset() if before is None else before.steady)) - self._changed
+        steady, frozen = self._steady, self._known.frozen
         if not steady and not self._fetched:
             return (), self._arrays
         left = [self._left(index, array) for index, array in enumerate(self._arrays)]
@@ -161,10 +225,10 @@ class Sources:
         return array._replace(chunks=tuple(each for number, each in enumerate(chunks) if number not in taken))
 
 
-def steady_arrays(before: WrittenBefore | None, arrays: Sequence[ArrayRecord]) -> frozenset[str]:
-    """The names of arrays that have the same bytes as before."""
+def steady_arrays(before: WrittenBefore | None, arrays: Sequence[ArrayRecord]) -> frozenset[str] | None:
+    """The names of arrays that have the same bytes as before; None: there is nothing before."""
     if before is None:
-        return frozenset()
+        return None
     pairs = ((before.arrays.get(array.name), array) for array in arrays if array.chunks)
     return frozenset(now.name for was, now in pairs if was is not None and _is_equal(was, now))
 

@@ -37,7 +37,7 @@ from jaxckpt_train.store.segment import (
     flat_bytes,
     plan_segments,
 )
-from jaxckpt_train.store.threads import Latch, PerProcess, paused_collection, shared_workers
+from jaxckpt_train.store.threads import Latch, PerProcess, Workers, paused_collection, shared_workers
 
 _log = logging.getLogger("jaxckpt_train")
 WARN_S = 60.0
@@ -88,11 +88,11 @@ def write_arrays(
 
     Raises StorageError: the first error of the file system; nothing more is written after it.
     """
-    digest = digest_function(settings.digest)
+    digest, start = digest_function(settings.digest), segment_prefix(part, process)
+    sources = Sources(arrays, known, settings.digest, _workers(settings))
+    taken = _take_over(backend, directory, start, sources, known, settings)
+    sources.look_for_steady_arrays()
     with paused_collection():
-        sources = Sources(arrays, known, digest)
-        start = segment_prefix(part, process)
-        taken = _take_over(backend, directory, start, sources, known, settings)
         apart, changing = sources.divided()
         layouts = [
             *plan_segments(apart, min(APART_BYTES, settings.segment_bytes)),
@@ -138,6 +138,10 @@ def _take_over(
     return taken
 
 
+def _workers(settings: StoreSettings) -> Workers:
+    return shared_workers(settings.io_threads + FILLING_THREADS, "jaxckpt-write", polite=True)
+
+
 def _records(
     arrays: Sequence[ArraySource], taken: Sequence[Candidate], writers: Sequence[SegmentWriter], first_segment: int
 ) -> tuple[ArrayRecord, ...]:
@@ -177,7 +181,7 @@ def write_segments(
         for writer, window in _cut(writers, buffer_bytes)
     ]
     try:
-        shared_workers(threads, "jaxckpt-write", polite=True).run_all(operator.call, calls, give_up=give_up)
+        _workers(settings).run_all(operator.call, calls, give_up=give_up)
     finally:
         for writer in writers:
             writer.abandon()
