@@ -179,6 +179,10 @@ bench-objects: $(STAMP)  ## compare saves to an object server on loopback with o
 bench-gcs: $(STAMP)  ## add what Orbax needs to save to Google Cloud Storage; without it bench-objects leaves Orbax out
 	.ci/install $(VENV) -c constraints.txt 'gcsfs>=2026.7'
 
+.PHONY: bench-unchanged
+bench-unchanged: $(STAMP)  ## compare saves of a state of which little changes with Orbax and PyTorch DCP (15 minutes)
+	$(BIN)/python -m benchmarks.unchanged --json build/bench-unchanged.json --page docs/benchmarks
+
 bench-quick: $(STAMP)  ## run a smaller benchmark in a few minutes
 	$(BIN)/python -m benchmarks.run --quick --json build/bench-quick.json --plots build/bench-quick
 
