@@ -31,7 +31,7 @@ MOST_MIB, MOST_OF_FULL, LEAST_BYTES, LEAST_TIME = 12, 0.1, 20, 10
 HOW_TO_READ = f"""\
 A training with adapters: base weights that stay as they are, and adapters and their moments of Adam, which change. For
 ours the state is a Flax NNX model and its optimiser, which a jitted function updates and returns; the others save
-arrays of the same sizes. Each process saves {SAVES} times to an empty directory, keeps all steps, and its saves are synced.
+arrays of the same sizes. Each process saves {SAVES} times to an empty directory, and keeps all steps. Saves are synced.
   save        medians of the rounds, from the call until the save is durable
   written     bytes of files that were not there before the save; a second name of a file counts nothing
   with frozen the patterns of the base weights are known; without, ours finds out"""
