@@ -29,13 +29,17 @@ class Flaw:
 def _without_read_back(patch: pytest.MonkeyPatch) -> None:
     """Believe what a conditional put returns, although it may be the answer to a repeated request."""
 
-    def put_new(path: str, place: Any, data: bytes, *, again: bool) -> None:
+    def put(place: Any, data: bytes, mode: Any, retries: int) -> Any | None:
         import obstore
 
-        with objects._storage_errors("create the object", path):
-            obstore.put(*place, data, mode="create", use_multipart=False)
+        try:
+            return obstore.put(*place, data, mode=mode, use_multipart=False)
+        except Exception as error:
+            if objects._is_refused(error):
+                return None
+            raise
 
-    patch.setattr(objects, "_put_new", put_new)
+    patch.setattr(objects, "_put_on_condition", put)
 
 
 def _without_fence(patch: pytest.MonkeyPatch) -> None:

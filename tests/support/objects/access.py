@@ -49,7 +49,8 @@ class Access:
         if self.dialect == "gcs":
             # Some requests of obstore look for credentials even if they need not be signed: a token ends the search.
             return {"base_url": self.endpoint, "bearer_token": "token", "allow_http": "true"}
-        signing = {"skip_signature": "true"} if self.secret_key is None else {}
+        # Stated in both cases, because the environment may name a server that takes unsigned requests.
+        signing = {"skip_signature": "true" if self.secret_key is None else "false"}
         if self.dialect == "azure":
             keys = {"account_name": self.access_key, "account_key": self.secret_key or _ANY_ACCOUNT_KEY}
             return {"endpoint": self.endpoint, "allow_http": "true", **keys, **signing}
