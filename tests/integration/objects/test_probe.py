@@ -71,3 +71,10 @@ def test_endpoint_is_probed_once(cloud: StandIn) -> None:
     save_single(cloud.url("two"), jct.StoreSettings())
     save_step(cloud.url("run"), jct.StoreSettings())
     assert not any(".jaxckpt-now-" in request.key for request in cloud.requests)
+
+
+def test_each_endpoint_of_the_environment_is_probed(careless: StandIn) -> None:
+    with StandIn() as sound, sound.named():
+        jct.save(sound.url("x"), STATE)
+    with pytest.raises(jct.StorageError, match="check_conditions"):
+        jct.save(careless.url("x"), STATE)
