@@ -84,13 +84,13 @@ def copy_checked(
             if same and not replace:
                 raise CheckpointExistsError(f"{run}: has step {parsed[0]} already; {_IF_TAKEN}")
             copy = _Copy(backend, source, f"{run}/{owned.next_step_name(parsed[0])}", every_byte, progress, run=owned)
-            done = use_committed(backend, source.path, copy)
+            done = use_committed(backend, source.location, copy)
             owned.held.deleter.delete(same)
             return done
     refuse_temporary_name(final)
     refuse_existing(backend, final, replace, _OVERWRITE)
     remove_stale_temporaries(backend, final)
-    return use_committed(backend, source.path, _Copy(backend, source, final, every_byte, progress, replace=replace))
+    return use_committed(backend, source.location, _Copy(backend, source, final, every_byte, progress, replace=replace))
 
 
 @dataclasses.dataclass(frozen=True)
