@@ -25,12 +25,12 @@ LATENCY_S, BYTES_PER_S = 0.1, 200e6
 DCP_OPTIONS: dict[str, dict[str, Any]] = {
     # `sync_files` calls `os.sync`, which here would sync the files of the server, too.
     "DCP, defaults": {"writer": {"sync_files": False}},
-    # s3fs sends the parts of a file, and DCP reads files, one after another. So there are some files, each sent in one
-    # request; with more files the requests of a load would cost more than those of a save gain.
+    # s3fs sends the parts of a file, and DCP reads files, one after another. So there are some files, each sent and got
+    # in one request; with more files a load would wait longer for requests than a save gains.
     "DCP, tuned": {
         "writer": {"sync_files": False, "thread_count": 4},
         "s3fs in a save": {"default_block_size": 512 * MIB},
-        "s3fs in a load": {"default_block_size": 64 * MIB, "default_cache_type": "background"},
+        "s3fs in a load": {"default_cache_type": "all"},
     },
 }
 ORBAX_VARIANTS = {"Orbax, defaults": "OrbaxV0", "Orbax, no compression": "OrbaxV0WithoutCompression"}
