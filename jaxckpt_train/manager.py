@@ -189,8 +189,8 @@ class StepManager:
         save_decision_policy: decides which steps `save` saves. None: every step.
         preservation_policy: decides which committed steps are kept. None: all of them.
         best_link: maintain a link in the directory that points to the best step. None: no link.
-        frozen: patterns of leaf paths, such as "params/base/**", that never change. They get files of their own, so
-            that the second save need not write them again. Others that turn out not to change follow later.
+        frozen: patterns of leaf paths, such as "params/base/**", that never change: only the first save writes them.
+            Of other leaves that do not change, this holds from the third save on.
         settings: how checkpoints are stored.
         if_busy: what a save does while the previous one is running: "wait" for it, or "skip" this step.
         stall_timeout_s: how many seconds without any progress a save waits for the previous one.
@@ -582,8 +582,7 @@ class StepManager:
         restore = RunRestore(self._run, self._job_sync, targets, self.settings, progress)
         with polling(progress):
             results, self.restored_step = restore.restore(step, warns=not roll_back)
-        if restore.committed is not None:
-            self._unchanged.restored(restore.committed, self._job_sync.job.process, self.settings)
+        self._unchanged.restored(restore.committed, self._job_sync.job.process, self.settings)
         return results
 
     def load(

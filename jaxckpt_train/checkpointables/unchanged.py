@@ -72,10 +72,12 @@ class UnchangedLeaves:
                 )
         self._last = last
 
-    def restored(self, committed: Committed, process: int, settings: StoreSettings) -> None:
+    def restored(self, committed: Committed | None, process: int, settings: StoreSettings) -> None:
         """Remember what a process of this number wrote of the checkpoint from which the run continues."""
-        manifest, nothing = committed.manifest, LeafIdentities((), ())
         self._last = {}
+        if committed is None:
+            return
+        manifest, nothing = committed.manifest, LeafIdentities((), ())
         if (manifest.digest, manifest.block_bytes) != (settings.digest, BLOCK_BYTES):
             return
         for part in manifest.parts:

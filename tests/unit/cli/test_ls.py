@@ -22,7 +22,19 @@ from tests.support.runs import (
     truncate_the_manifest,
 )
 
-KEYS = {"step", "name", "bytes", "time", "metrics", "pinned", "temporary", "current", "valid", "problem"}
+KEYS = {
+    "step",
+    "name",
+    "bytes",
+    "written_bytes",
+    "time",
+    "metrics",
+    "pinned",
+    "temporary",
+    "current",
+    "valid",
+    "problem",
+}
 
 
 def rows(text: str) -> dict[int, str]:
