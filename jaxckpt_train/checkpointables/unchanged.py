@@ -40,7 +40,9 @@ class UnchangedLeaves:
         last, frozen = self._last.get(part.name), frozenset[str]()
         if self._is_frozen is not None:
             frozen = frozenset(filter(self._is_frozen, (array.name for array in part.snapshot.arrays)))
-        return Unchanged(None if last is None else last.before, part.snapshot.same, frozen)
+        # A save that has ended since this one was staged may have other arrays.
+        same = part.snapshot.same if part.snapshot.last is last else frozenset[str]()
+        return Unchanged(None if last is None else last.before, same, frozen)
 
     def look(self, parts: Sequence[StagedPart]) -> None:
         """Warn, once, if a pattern of `frozen` selects no leaf."""

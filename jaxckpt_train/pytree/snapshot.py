@@ -82,7 +82,8 @@ class Snapshot:
     on_hosts: HostParts | None = None  # what other hosts write of the arrays
     device_wait_s: float = 0.0  # 0.0 where copies were only started
     identities: LeafIdentities | None = None
-    same: frozenset[str] = frozenset()  # paths of leaves that are the same arrays as in the last save
+    last: LastSaved | None = None
+    same: frozenset[str] = frozenset()  # paths of leaves that are the same arrays as in that
 
     def wait_for_devices(self) -> float:
         """Wait, in the background, until the devices have finished pending computations; return the seconds."""
@@ -177,6 +178,7 @@ def snapshot(
         on_hosts,
         waited_s,
         identities,
+        last,
         same,
     )
 
