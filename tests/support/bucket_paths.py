@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import itertools
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -147,6 +148,7 @@ class InBucket:
         path = BucketPath(f"s3://{BUCKET}/test-{next(_numbers)}/{name}")
         yield path
         path.remove_tree()
+        assert not os.path.lexists("s3:"), "the test uses the URL as the path of a local file"
         self._server.requests.clear()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

@@ -41,7 +41,9 @@ CALLS = {
     "import": ["import", "run", "imported", "--only", "w"],
     "doctor": ["doctor", "run", "--size-mib", "1"],
 }
-DIFFERENT = re.compile(r"\d+ s ago|(?<=\.tmp-)[0-9a-f-]+")  # in two calls: the time, and the names of attempts
+DIFFERENT = re.compile(
+    r"\d+ s ago|(?<=\.tmp-)[0-9a-f-]+|(?<=/data-)[0-9a-f]+"
+)  # in two calls: the time, and the names of attempts
 
 
 def all_commands() -> dict[str, Any]:

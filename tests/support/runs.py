@@ -7,6 +7,8 @@ import datetime
 import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -102,6 +104,26 @@ def step_path(directory: Path, step: int) -> Path:
     name = f"step-{step:010d}"
     saves = directory.glob(f"{name}.*/COMMIT") if isinstance(directory, BucketPath) else ()
     return max(saves, key=lambda path: path.stat().st_mtime, default=directory / name / "COMMIT").parent
+
+
+def number_of(path: str | os.PathLike[str]) -> int:
+    """The number of the step in whose folder a path is."""
+    return int(re.findall(r"/step-(\d{10})", os.fspath(path))[-1])
+
+
+def folder_of(checkpoint: Path) -> Path:
+    """The folder with the files of a single checkpoint; on an object store, the one that COMMIT names."""
+    if isinstance(checkpoint, BucketPath):
+        return checkpoint / json.loads((checkpoint / "COMMIT").read_bytes())["folder"]
+    return checkpoint
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder, or the objects below a prefix."""
+    if isinstance(folder, BucketPath):
+        folder.remove_tree()
+    else:
+        shutil.rmtree(folder)
 
 
 def segment_of(step: Path) -> Path:

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxckpt_train as jct
 from jaxckpt_train.store import transaction
 from jaxckpt_train.store.verify import verify_opened
+from tests.support.runs import folder_of, remove_the_segment, segment_of
 from tests.support.same_trees import assert_same, raw
 
 FAST = jct.StoreSettings(durability="none")
@@ -60,10 +61,15 @@ def test_an_overwrite_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 
 def test_existing_checkpoint_is_not_replaced_without_overwrite(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", state(1))
-    for save in (jct.save, jct.save_async):
-        with pytest.raises(jct.CheckpointExistsError, match="pass overwrite=True"):
-            save(tmp_path / "c", state(2))
+    with pytest.raises(jct.CheckpointExistsError, match="pass overwrite=True"):
+        jct.save(tmp_path / "c", state(2))
     assert jct.load(tmp_path / "c")["n"] == 1
+
+
+def test_existing_path_is_refused_before_background_work(tmp_path: Path) -> None:
+    jct.save(tmp_path / "c", state(1))
+    with pytest.raises(jct.CheckpointExistsError, match="pass overwrite=True"):
+        jct.save_async(tmp_path / "c", state(2))
 
 
 def test_concurrent_saves_to_one_path_do_not_mix(tmp_path: Path) -> None:
@@ -164,7 +170,7 @@ def test_settings_do_not_change_the_loaded_bytes(settings: jct.StoreSettings, tm
     assert_same(jct.load(tmp_path / "c", tree, settings=settings), tree)
     assert_same(jct.load(tmp_path / "c", tree), tree)
     assert jct.verify(tmp_path / "c", settings=settings).ok
-    segments = list((tmp_path / "c" / "state").iterdir())
+    segments = list((folder_of(tmp_path / "c") / "state").iterdir())
     assert len(segments) == (4 if settings.segment_bytes == 1 << 20 else 1)
 
 
@@ -235,8 +241,8 @@ def test_verify_names_every_damage(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", {"w": np.arange(1000), "b": np.ones(7)})
     report = jct.verify(tmp_path / "c")
     assert report.ok
-    assert report.checked_bytes == (tmp_path / "c" / "state" / "p00000-s000.safetensors").stat().st_size
-    segment = tmp_path / "c" / "state" / "p00000-s000.safetensors"
+    segment = segment_of(folder_of(tmp_path / "c"))
+    assert report.checked_bytes == segment.stat().st_size
     data = bytearray(segment.read_bytes())
     data[-1] ^= 1
     data[4096] ^= 1
@@ -283,7 +289,7 @@ def test_checkpoint_replaced_during_verify_is_verified_again(tmp_path: Path, mon
 
     def verify_late(backend: Any, committed: Any, settings: Any) -> Any:
         if swaps:  # as if it had read the one and then the other
-            (tmp_path / "c" / "state" / "p00000-s000.safetensors").unlink()
+            remove_the_segment(folder_of(tmp_path / "c"))
             report = verify_opened(backend, committed, settings)
             assert not report.ok
             jct.save(tmp_path / "c", {"w": np.full(3000, swaps.pop())}, overwrite=True)

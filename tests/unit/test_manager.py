@@ -247,7 +247,7 @@ def test_history_records_what_each_save_cost(tmp_path: Path) -> None:
         save_steps(manager, 1)
         manager.restore()
         _, save, restore = manager.history.events()
-    assert (save["event"], save["ok"], save["step"], save["name"]) == ("save", True, 1, "step-0000000001")
+    assert (save["event"], save["ok"], save["step"], save["name"]) == ("save", True, 1, step_path(tmp_path, 1).name)
     size = sum(file.stat().st_size for file in (step_path(tmp_path, 1) / "state").iterdir())
     assert save["bytes"] == size > 12004
     assert all(save[phase] >= 0 for phase in PHASES)

@@ -118,7 +118,7 @@ def test_damaged_file_is_named_with_code_1(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     flip_a_payload_byte(step_path(run, 1))
     message = refused("diff", run, run, "--step-a", 1, code=1)
-    assert "step-0000000001/state/p00000-s000.safetensors" in message
+    assert str(segment_of(step_path(run, 1))) in message
 
 
 def test_steps_of_runs_and_leaves_are_chosen(tmp_path: Path) -> None:

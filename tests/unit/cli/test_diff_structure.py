@@ -15,7 +15,7 @@ import pytest
 
 import jaxckpt_train as jct
 from tests.support.commands import json_of, printed, refused
-from tests.support.runs import made_run
+from tests.support.runs import folder_of, made_run
 
 STATE = {"w": np.arange(6.0)}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
@@ -112,7 +112,7 @@ def test_file_names_are_compared_too(tmp_path: Path) -> None:
 def test_damaged_opaque_file_exits_with_1(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", {"own": Files(one=b"1234")})
     b = saved(tmp_path / "b", {"own": Files(one=b"1234")}, digest="sha256")
-    (b / "own" / "one").write_bytes(b"1235")
+    (folder_of(b) / "own" / "one").write_bytes(b"1235")
     assert "own/one" in refused("diff", a, b, code=1)
 
 

@@ -105,12 +105,7 @@ def test_abandoned_steps_are_listed_apart(tmp_path: Path) -> None:
         manager.restore(step=1)
         save_steps(manager, 2)
     truncate_the_manifest(step_path(run, 3))  # of no use to anybody
-    found = {each["name"]: each for each in json_of("ls", run)["steps"]}
-    assert {name: each["current"] for name, each in found.items()} == {
-        "step-0000000001": True,
-        "step-0000000002.g1": True,
-        "step-0000000003": False,
-    }
+    assert {each["step"]: each["current"] for each in json_of("ls", run)["steps"]} == {1: True, 2: True, 3: False}
 
 
 def test_step_that_was_set_aside_is_marked(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.support.commands import json_of, printed, refused, run
 from tests.support.runs import (
     files_below,
     flip_a_payload_byte,
+    folder_of,
     made_run,
     remove_the_segment,
     save_steps,
@@ -32,13 +33,13 @@ def names(directory: Path) -> list[str]:
 
 def test_checkpoint_is_moved_with_all_that_it_holds(tmp_path: Path) -> None:
     saved = jct.save(tmp_path / "c", {"w": np.arange(5000)}, custom_metadata=[1])
-    before = files_below(tmp_path / "c")
+    before = files_below(folder_of(tmp_path / "c"))
     found = json_of("mv", tmp_path / "c", f"{tmp_path}/new/")
     assert found == {
         "source": str(tmp_path / "c"), "path": str(tmp_path / "new" / "c"), "bytes": saved.bytes, "removed": True,
         "skipped": [],
     }  # fmt: skip
-    assert files_below(tmp_path / "new" / "c") == before
+    assert files_below(folder_of(tmp_path / "new" / "c")) == before
     assert names(tmp_path) == ["new"]
 
 
@@ -83,7 +84,7 @@ def test_damaged_source_is_not_moved(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     jct.save(tmp_path / "c", {"w": np.arange(100)})
     flip_a_payload_byte(step_path(directory, 1))
-    flip_a_payload_byte(tmp_path / "c")
+    flip_a_payload_byte(folder_of(tmp_path / "c"))
     before = files_below(tmp_path)
     assert "p00000-s000.safetensors" in refused("mv", directory, tmp_path / "new", "--step", 1, code=1)
     assert "p00000-s000.safetensors" in refused("mv", tmp_path / "c", tmp_path / "new", code=1)

@@ -92,10 +92,11 @@ def test_changes_option_limits_the_pairs(tmp_path: Path) -> None:
 
 def test_damaged_step_does_not_stop_the_page(tmp_path: Path) -> None:
     run, page = made_run(tmp_path / "run", 1, 2), tmp_path / "page.html"
-    truncate_the_manifest(step_path(run, 2))
+    step = step_path(run, 2)
+    truncate_the_manifest(step)
     code, _, error = report(run, "-o", page)
     assert code == 1
-    assert error.startswith("jaxckpt: step-0000000002: ")
+    assert error.startswith(f"jaxckpt: {step.name}: ")
     assert error.count("\n") == 1
     assert page.read_text().startswith(MARK)
     code, out, error = report(run, "--json")

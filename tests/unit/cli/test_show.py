@@ -13,7 +13,7 @@ import pytest
 
 import jaxckpt_train as jct
 from tests.support.commands import json_of, printed, refused, run
-from tests.support.runs import made_run, remove_the_segment, step_path, truncate_the_manifest
+from tests.support.runs import folder_of, made_run, remove_the_segment, step_path, truncate_the_manifest
 
 TREE: dict[str, Any] = {
     "params": {"kernel": np.zeros((4, 3), ml_dtypes.bfloat16), "bias": np.ones(3, np.float32)},
@@ -161,7 +161,7 @@ def test_large_and_damaged_json_items_are_omitted(tmp_path: Path) -> None:
     text = printed("show", tmp_path / "c")
     assert "(5,002 characters)" in text
     assert "huge/p00000.json: 2.0 MiB, not shown" in text
-    (tmp_path / "c" / "long" / "p00000.json").write_text("[]".ljust(5002))
+    (folder_of(tmp_path / "c") / "long" / "p00000.json").write_text("[]".ljust(5002))
     done = run("show", tmp_path / "c")
     assert done.exit_code == 1
     assert "long/p00000.json: bytes 0 to 5002" in done.stdout

@@ -65,14 +65,15 @@ def test_skipped_step_is_reported_in_one_line(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
-    damage(step_path(directory, 3))
+    step = step_path(directory, 3)
+    damage(step)
     found = json_of("verify", directory, code=1)
     assert found["path"] == str(step_path(directory, 2))
     assert found["ok"]
-    assert found["skipped"] == [step_path(directory, 3).name]
+    assert found["skipped"] == [step.name]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith(f"{step_path(directory, 3)} is skipped: ")
+    assert record.getMessage().startswith(f"{step} is skipped: ")
     file = "COMMIT" if "commit" in damage.__name__ else "manifest.json"
     assert file in record.getMessage().partition(" is skipped: ")[2]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,8 @@ from tests.support.runs import made_run, step_path
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    """A run, whose permissions are restored afterwards."""
-    made = made_run(tmp_path / "run", 1, 2, 3)
-    yield made
-    for path in (step_path(made, 3), step_path(made, 2)):
-        path.chmod(0o755)
+def directory(tmp_path: Path) -> Path:
+    return made_run(tmp_path / "run", 1, 2, 3)
 
 
 class _Failing(LocalBackend):

@@ -12,7 +12,16 @@ import jaxckpt_train as jct
 from jaxckpt_train.cli.maintain import _Pace
 from tests.support.commands import json_of, printed, refused
 from tests.support.locks import is_owned
-from tests.support.runs import DAMAGE, damaged, files_below, flip_a_payload_byte, made_run, save_steps, step_path
+from tests.support.runs import (
+    DAMAGE,
+    damaged,
+    files_below,
+    flip_a_payload_byte,
+    folder_of,
+    made_run,
+    save_steps,
+    step_path,
+)
 
 
 def test_a_whole_checkpoint_is_fine(tmp_path: Path) -> None:
@@ -52,7 +61,7 @@ def test_only_compared_bytes_are_counted(tmp_path: Path) -> None:
     saved = jct.save_checkpointables(
         tmp_path / "c", {"a": {"w": np.zeros(3000)}, "b": {"w": np.ones(700)}, "data": jct.JsonValue([1])}
     )
-    segment = tmp_path / "c" / "a" / "p00000-s000.safetensors"
+    segment = folder_of(tmp_path / "c") / "a" / "p00000-s000.safetensors"
     rest = saved.bytes - segment.stat().st_size
     assert json_of("verify", tmp_path / "c")["bytes"] == saved.bytes
     content = bytearray(segment.read_bytes())
@@ -75,9 +84,9 @@ def test_every_damaged_file_is_named_with_code_1(tmp_path: Path, damage, file: s
 
 
 def test_foreign_directory_exits_with_3(tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
-    save_file({"w": np.zeros(3)}, tmp_path / "w.safetensors")
+    (tmp_path / "w.safetensors").write_bytes(save({"w": np.zeros(3)}))
     assert "expected a checkpoint with digests" in refused("verify", tmp_path / "w.safetensors", code=3)
     refused("verify", tmp_path / "gone", code=3)
 

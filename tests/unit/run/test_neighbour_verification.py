@@ -21,7 +21,7 @@ from jaxckpt_train.run import scrubber
 from jaxckpt_train.store import verify
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.locks import remove_lock
-from tests.support.runs import flip_a_payload_byte, save_steps, state_of, step_path
+from tests.support.runs import flip_a_payload_byte, number_of, save_steps, state_of, step_path
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -130,7 +130,7 @@ def test_damage_of_unverified_restore_is_found(tmp_path: Path) -> None:
 
 def test_unreadable_step_is_a_neighbour_too(tmp_path: Path) -> None:
     def refuse(directory: str, name: str) -> None:
-        if directory.endswith("4") and name.startswith("state") and threading.current_thread().name != THREAD:
+        if number_of(directory) == 4 and name.startswith("state") and threading.current_thread().name != THREAD:
             raise StorageError(errno.EIO, "refused", name)
 
     run, backend = made(tmp_path, 1, 2, 3, 4), ReadBackend(refuse)
@@ -226,7 +226,7 @@ def test_full_scrub_starts_with_neighbours(tmp_path: Path) -> None:
 
     def note(directory: str, name: str) -> None:
         if threading.current_thread().name == THREAD and name.startswith("extra"):
-            order.append(int(directory[-10:]))
+            order.append(number_of(directory))
             if len(order) >= 3:
                 several.set()
 
@@ -241,16 +241,16 @@ def test_full_scrub_starts_with_neighbours(tmp_path: Path) -> None:
 
 
 class Held:
-    """Holds the thread at the step whose directory name has this ending, until `go` is set."""
+    """Holds the thread at the step of this number, until `go` is set."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-        self._ending = ending
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+        self._step = step
         self.reading, self.go = threading.Event(), threading.Event()
         monkeypatch.setattr(scrubber, "first_damage", self)
 
     def __call__(self, backend: Any, directory: str, pace: Any) -> str | None:
         def held(nbytes: int) -> None:
-            if directory.endswith(self._ending):
+            if number_of(directory) == self._step:
                 self.reading.set()
                 assert self.go.wait(60)
             pace(nbytes)
@@ -261,7 +261,7 @@ class Held:
 def test_neighbour_deleted_meanwhile_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, held = made(tmp_path, 1, 2, 3), Held(monkeypatch, "2")
+    run, held = made(tmp_path, 1, 2, 3), Held(monkeypatch, 2)
     flip_a_payload_byte(step_path(run, 3))
     with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as manager:
         manager.own()
@@ -278,7 +278,7 @@ def test_neighbour_deleted_meanwhile_is_not_damaged(
 
 
 def test_former_owner_sets_nothing_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, held = made(tmp_path, 1, 2, 3), Held(monkeypatch, "2")
+    run, held = made(tmp_path, 1, 2, 3), Held(monkeypatch, 2)
     flip_a_payload_byte(step_path(run, 3))
     damage_extra(step_path(run, 2))
     with jct.StepManager(run) as manager:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import jaxckpt_train as jct
 from tests.support.fake_backends import RefusingBackend
 from tests.support.file_content import content
-from tests.support.runs import files_below, made_run, save_steps, state_of, step_of, step_path
+from tests.support.runs import files_below, folder_of, made_run, remove_tree, save_steps, state_of, step_of, step_path
 
 STATE = {"w": np.arange(1000.0)}
 
@@ -33,24 +32,33 @@ def test_a_step_is_no_run(tmp_path: Path) -> None:
     assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize("other", ["config.yaml", "eval/", "finetune/step-0000000001/"])
+@pytest.mark.parametrize("other", ["config.yaml", "eval/results.json", "finetune/step-0000000001/COMMIT"])
 def test_checkpoint_with_foreign_files_is_not_replaced(tmp_path: Path, other: str) -> None:
     jct.save(tmp_path / "c", STATE)
     path = tmp_path / "c" / other
-    path.mkdir(parents=True) if other.endswith("/") else path.write_text("x")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
     before = content(tmp_path)
     name = other.partition("/")[0]
-    with pytest.raises(jct.CheckpointExistsError, match=f"other files: {name}"):
+    with pytest.raises(jct.CheckpointExistsError, match=f"other .*: {name}"):
         jct.save(tmp_path / "c", {"w": 1}, overwrite=True)
     assert content(tmp_path) == before
-    shutil.rmtree(tmp_path / "c" / name) if other.endswith("/") else path.unlink()
+    path.unlink() if path.parent == tmp_path / "c" else remove_tree(tmp_path / "c" / name)
     jct.save(tmp_path / "c", {"w": 1}, overwrite=True)
     assert jct.load(tmp_path / "c") == {"w": 1}
 
 
+def test_checkpoint_with_foreign_folder_is_not_replaced(tmp_path: Path) -> None:
+    jct.save(tmp_path / "c", STATE)
+    (tmp_path / "c" / "eval").mkdir()
+    with pytest.raises(jct.CheckpointExistsError, match="other files: eval"):
+        jct.save(tmp_path / "c", {"w": 1}, overwrite=True)
+    assert jct.load(tmp_path / "c")["w"].tobytes() == STATE["w"].tobytes()
+
+
 def test_damaged_checkpoint_can_be_overwritten(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "c", {"state": STATE, "more": jct.JsonValue(3)})
-    (tmp_path / "c" / "manifest.json").write_bytes(b"?")
+    (folder_of(tmp_path / "c") / "manifest.json").write_bytes(b"?")
     jct.save(tmp_path / "c", {"w": 1}, overwrite=True)
     assert jct.load(tmp_path / "c") == {"w": 1}
 

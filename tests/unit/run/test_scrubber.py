@@ -20,7 +20,16 @@ from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.store import verify
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.fake_backends import RefusingBackend
-from tests.support.runs import START, flip_a_payload_byte, made_run, save_steps, step_of, step_path
+from tests.support.runs import (
+    START,
+    flip_a_payload_byte,
+    folder_of,
+    made_run,
+    number_of,
+    save_steps,
+    step_of,
+    step_path,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,7 +50,7 @@ class Seen:
     def __call__(self, backend: Any, directory: str, pace: Any) -> str | None:
         problem = verify.first_damage(backend, directory, pace)
         with self.changed:
-            self.found.append((int(directory[-10:]), problem is None))
+            self.found.append((number_of(directory), problem is None))
             self.changed.notify_all()
         return problem
 
@@ -208,9 +217,10 @@ class WritesItsOwn:
 
 def test_plain_files_and_manifest_are_paced(tmp_path: Path) -> None:
     """An error of the pacing function ends the read before the next block."""
-    path = str(tmp_path / "c")
-    jct.save_checkpointables(path, {"own": WritesItsOwn(), "state": {str(n): "x" * 1000 for n in range(300)}})
-    manifest_bytes = (tmp_path / "c" / "manifest.json").stat().st_size
+    parts = {"own": WritesItsOwn(), "state": {str(n): "x" * 1000 for n in range(300)}}
+    jct.save_checkpointables(tmp_path / "c", parts)
+    path = str(folder_of(tmp_path / "c"))
+    manifest_bytes = (folder_of(tmp_path / "c") / "manifest.json").stat().st_size
     assert manifest_bytes > 300_000
     paced = list[int]()
     assert verify.first_damage(LocalBackend(), path, paced.append) is None
@@ -270,7 +280,7 @@ def test_slow_scrubber_ends_with_its_manager(tmp_path: Path, ends: str) -> None:
 
 def test_a_disk_that_refuses_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture, seen: Seen) -> None:
     run = made_run(tmp_path, 1, 2)
-    backend = RefusingBackend("open", "step-0000000002/state", errno.EIO, times=1)
+    backend = RefusingBackend("open", f"{step_path(run, 2).name}/state", errno.EIO, times=1)
     with jct.StepManager(run, settings=FAST, backend=backend) as manager:
         manager.own()
         seen.until_all(1, 2)
@@ -295,7 +305,7 @@ def test_one_failure_does_not_end_scrubber(
 
     def failing(backend: Any, directory: str, pace: Any) -> str | None:
         reads.append(directory)
-        if directory.endswith("2"):
+        if number_of(directory) == 2:
             raise MemoryError("no memory now")
         return seen(backend, directory, pace)
 
@@ -304,7 +314,7 @@ def test_one_failure_does_not_end_scrubber(
         manager.own()
         seen.until(lambda: len(seen.found) > 5)
         assert manager.damaged == []
-    assert sum(directory.endswith("2") for directory in reads) > 3
+    assert sum(number_of(directory) == 2 for directory in reads) > 3
     assert caplog.text.count("step 2 was not verified: no memory now") == 1
 
 
