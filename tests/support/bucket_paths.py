@@ -176,8 +176,9 @@ def pytest_configure(config: pytest.Config) -> None:
         stack.enter_context(server.named())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         BucketPath.objects = server.objects
+        original = LocalBackend  # the name of this module is patched, too
         for module in list(sys.modules.values()):
             is_of_tests = module.__name__.startswith("tests.")
-            if module is local or (is_of_tests and getattr(module, "LocalBackend", None) is LocalBackend):
+            if module is local or (is_of_tests and getattr(module, "LocalBackend", None) is original):
                 patch.setattr(module, "LocalBackend", AnyBackend)
         config.pluginmanager.register(InBucket(server), "in-bucket")

@@ -13,6 +13,7 @@ import pytest
 import jaxckpt_train as jct
 from tests.support.checkpoints import rewrite
 from tests.support.file_content import content
+from tests.support.runs import folder_of
 
 STATE = {"params": {"w": np.arange(5000.0), "b": np.ones(3)}, "step": 7}
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -32,7 +33,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def segment_of(checkpoint: Path) -> Path:
-    (segment,) = (checkpoint / "state").glob("*.safetensors")
+    (segment,) = (folder_of(checkpoint) / "state").glob("*.safetensors")
     return segment
 
 
@@ -114,21 +115,21 @@ def check_corrupt(read: Callable[[Path], Any], path: Path, reason: str) -> None:
 
 @every_reader
 def test_truncated_manifest_is_damage(read: Callable[[Path], Any], saved: Path) -> None:
-    data = (saved / "manifest.json").read_bytes()
-    (saved / "manifest.json").write_bytes(data[:-10])
+    data = (folder_of(saved) / "manifest.json").read_bytes()
+    (folder_of(saved) / "manifest.json").write_bytes(data[:-10])
     check_corrupt(read, saved, f"manifest.json: {len(data) - 10} bytes, but COMMIT says {len(data)}")
 
 
 @every_reader
 def test_edited_manifest_is_damage(read: Callable[[Path], Any], saved: Path) -> None:
-    data = (saved / "manifest.json").read_bytes()
-    (saved / "manifest.json").write_bytes(data.replace(b'"7"', b'"8"'))
+    data = (folder_of(saved) / "manifest.json").read_bytes()
+    (folder_of(saved) / "manifest.json").write_bytes(data.replace(b'"7"', b'"8"'))
     check_corrupt(read, saved, "manifest.json: damaged: its SHA-256 differs")
 
 
 @every_reader
 def test_missing_manifest_is_damage(read: Callable[[Path], Any], saved: Path) -> None:
-    (saved / "manifest.json").unlink()
+    (folder_of(saved) / "manifest.json").unlink()
     check_corrupt(read, saved, "manifest.json: missing")
 
 
@@ -162,8 +163,9 @@ def test_changed_byte_in_segment_is_damage(read: Callable[[Path], Any], at: int,
 @data_readers
 @pytest.mark.parametrize("change", [-1, -5000, 1])
 def test_segment_of_other_length_is_damage(read: Callable[[Path], Any], change: int, saved: Path) -> None:
-    size = segment_of(saved).stat().st_size
-    os.truncate(segment_of(saved), size + change)
+    data = segment_of(saved).read_bytes()
+    size = len(data)
+    segment_of(saved).write_bytes((data + bytes(1))[: size + change])
     check_corrupt(read, saved, f"{size + change} bytes, but the manifest says {size}")
 
 

@@ -17,9 +17,12 @@ from tests.support.tiers import nightly_after
 SELECTED = [
     ("tests/unit/test_manager.py", 30),
     ("tests/unit/test_checkpoint.py", 20),
-    ("tests/unit/test_callback*.py", 100),
-    ("tests/unit/run", 60),
-    ("tests/unit/cli", 40),
+    ("tests/unit/test_callback*.py", 140),
+    ("tests/unit/run", 190),
+    ("tests/unit/cli", 170),
+    ("tests/unit/test_bad_input.py", 80),
+    ("tests/unit/test_metadata.py", 8),
+    ("tests/unit/test_[dlps]*.py", 60),
 ]
 
 
