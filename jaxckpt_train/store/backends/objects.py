@@ -275,10 +275,17 @@ class ObjectBackend:
     def list(self, path: str) -> list[Entry]:
         """The objects and prefixes below a prefix, sorted by name."""
         import obstore
+        from obstore import exceptions
 
         with _storage_errors("list the prefix", path):
             store, key = self._at(path)
-            found = obstore.list_with_delimiter(store, key or None)
+            try:
+                found = obstore.list_with_delimiter(store, key or None)
+            except exceptions.GenericError as error:
+                # obstore repeats a request that fails, but not one whose answer breaks off.
+                if not self._settings.retries or "response body" not in str(error):
+                    raise
+                found = obstore.list_with_delimiter(store, key or None)
         entries = [Entry(prefix.rpartition("/")[2], "directory") for prefix in found["common_prefixes"]]
         entries += [Entry(meta["path"].rpartition("/")[2], "file") for meta in found["objects"]]
         if not entries and key:

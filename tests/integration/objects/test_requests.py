@@ -12,6 +12,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.settings import MIB, ObjectStoreSettings
 from jaxckpt_train.store.backends.base import Divided
 from jaxckpt_train.store.backends.objects import FIRST_BYTES, ObjectBackend
+from tests.support.objects.faults import Action, CutBody, Request
 from tests.support.objects.object_map import BUCKET
 from tests.support.objects.stand_in import StandIn
 
@@ -61,3 +62,21 @@ def test_long_read_is_divided_without_reading_a_byte_twice(cloud: StandIn) -> No
     assert ranges[0] == [0, FIRST_BYTES - 1]
     assert all(first[1] + 1 == second[0] for first, second in pairwise(ranges))
     assert found.tobytes() == content.tobytes()
+
+
+class CutsOneListing:
+    """Cuts the answer to the first listing."""
+
+    def __init__(self) -> None:
+        self.left = [CutBody(20)]
+
+    def decide(self, request: Request) -> Action | None:
+        return self.left.pop() if request.kind == "list" and self.left else None
+
+
+def test_listing_that_breaks_off_is_repeated(cloud: StandIn) -> None:
+    jct.save(cloud.url("c"), {"a": 1})
+    cloud.faults = faults = CutsOneListing()
+    jct.save(cloud.url("c"), {"a": 2}, overwrite=True)
+    assert not faults.left
+    assert jct.load(cloud.url("c")) == {"a": 2}
