@@ -436,6 +436,20 @@ class Transfers:
             self.done.open()
         return data
 
+    def leave(self, number: int) -> None:
+        """Leave array number `number` where it is, because nobody needs it, unless it was fetched."""
+        with self._lock:
+            array, self._waiting[number] = self._waiting[number], None
+            if array is None:
+                return
+            if number < self._next:
+                self._ahead.give_back(array.nbytes)
+            self._start_more()
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self.done.open()
+
     def wait_for_devices(self) -> float:
         """Wait until the first array, and so everything that was queued before, is computed; return the seconds."""
         with self._lock:
@@ -494,3 +508,7 @@ class LazyArray:
         """The data; may be called once, from any thread."""
         data = self._transfers.fetch(self._number)
         return data if self._inner is None else data[self._inner]
+
+    def leave(self) -> None:
+        """Do not fetch it: it is not written."""
+        self._transfers.leave(self._number)

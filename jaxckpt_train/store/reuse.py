@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -198,6 +198,9 @@ class Sources:
         for index, number, _ in candidate.chunks:
             self._taken[index].add(number)
             self._fetched[index].pop(number, None)
+            data: Any = self._arrays[index].chunks[number].data
+            if hasattr(data, "leave"):  # it is not in host memory, or was fetched from elsewhere
+                data.leave()
 
     def divided(self) -> tuple[Sequence[ArraySource], Sequence[ArraySource]]:
         """What is left to write: arrays that get segments of their own, and the others; each in its place, or empty."""

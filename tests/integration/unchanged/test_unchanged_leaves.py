@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
+from jaxckpt_train.run.saving import CALL_S
 
 MIB = 1 << 20
 BASE = 4  # arrays of a MiB
@@ -116,6 +118,19 @@ def test_donated_and_replaced_array_is_written(tmp_path: Path) -> None:
             check(tmp_path, step, state_of(kept, step))
             if step in (2, 3):
                 kept = {**kept, "w2": add(kept["w2"])}
+
+
+def test_streamed_save_does_not_wait_for_what_is_taken_over(tmp_path: Path) -> None:
+    kept = base()
+    with jct.StepManager(tmp_path, frozen="base/**", settings=jct.StoreSettings(snapshot="stream")) as manager:
+        for step in range(1, 4):
+            kept |= {"w1": jnp.array(np.asarray(kept["w1"]))}
+            started = time.perf_counter()
+            manager.save(step, {"state": state_of(kept, step)})
+            assert time.perf_counter() - started < CALL_S / 2
+            manager.wait()
+            check(tmp_path, step, state_of(kept, step))
+        assert all(each < MIB // 10 for each in written_bytes(manager)[1:])
 
 
 def test_vanished_file_is_written_again(tmp_path: Path) -> None:

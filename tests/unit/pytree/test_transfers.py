@@ -145,6 +145,28 @@ def test_array_fetched_early_is_not_started_again() -> None:
     assert (device.started, device.alone) == ([0, 1, 2, 4], [3])
 
 
+def test_array_that_is_left_makes_room_for_the_next() -> None:
+    started: list[int] = []
+
+    def start(several: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        started.extend(array.size for array in several)
+        return several
+
+    transfers = Transfers(TransferBudget(20), start)
+    places: list[Any] = [transfers.add(jnp.zeros(size, jnp.uint8)) for size in (10, 9, 8, 7, 6)]
+    transfers.begin()
+    assert started == [10, 9]
+    for number in (0, 4):
+        places[number].leave()
+    assert started == [10, 9, 8]
+    for number in (2, 1, 3):
+        assert not transfers.done.is_open()
+        assert places[number].fetch().size == 10 - number
+        places[number].leave()
+    assert transfers.done.is_open()
+    assert started == [10, 9, 8, 7]
+
+
 def test_empty_array_needs_no_transfer() -> None:
     transfers = Transfers(TransferBudget(10))
     place = transfers.add(jnp.zeros((0, 8), jnp.bfloat16))

@@ -30,6 +30,9 @@ class Later:
         data, self._data = self._data, None
         return data
 
+    def leave(self) -> None:
+        self._data = None
+
 
 def sources(values: Mapping[str, np.ndarray], *, later: bool) -> list[ArraySource]:
     return [
