@@ -102,7 +102,7 @@ def _goals(subjects: Mapping[str, Any]) -> TextTable:
         if peer in subjects:
             for what, least in (("written", LEAST_BYTES), ("seconds", LEAST_TIME)):
                 ratio = _last(subjects[peer], what) / _last(subjects[OURS], what)
-                rows.append(_goal(f"{peer}, times the {what} of ours", ratio, f"at least {least}", ratio >= least))
+                rows.append(_goal(f"{peer}: {what}, divided by ours", ratio, f"at least {least}", ratio >= least))
     return TextTable("goals, about the third save and later ones", ("", "found", "goal", ""), rows)
 
 

@@ -31,8 +31,8 @@ def test_goals_are_about_later_saves() -> None:
     assert rows["ours, from save 3 on: most MiB written"] == ("10.00", "at most 12", "met")
     assert rows["ours, frozen=, from save 2 on: most MiB written"] == ("13.00", "at most 12", "MISSED")
     assert rows["ours, from save 3 on: of the time of the first"] == ("0.05", "at most 0.1", "met")
-    assert rows["Orbax, times the written of ours"] == ("100.00", "at least 20", "met")
-    assert rows["Orbax, times the seconds of ours"] == ("60.00", "at least 10", "met")
+    assert rows["Orbax: written, divided by ours"] == ("100.00", "at least 20", "met")
+    assert rows["Orbax: seconds, divided by ours"] == ("60.00", "at least 10", "met")
     assert not any(name.startswith(unchanged.DCP) for name in rows)
 
 
