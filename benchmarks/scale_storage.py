@@ -115,6 +115,10 @@ class _Target:
         """Create the attempt."""
         return Transaction(self.backend, FINAL, SETTINGS)
 
+    def writes_everything(self) -> bool:
+        """There is no checkpoint before."""
+        return True
+
     def after_commit(self, committed: Committed) -> None:
         """Record nothing."""
 
