@@ -90,6 +90,8 @@ class LocalBackend:
     def clone(self, source: str, target: str) -> bool:
         """By a hard link, or by sharing the blocks where the file system offers that."""
         try:
+            if not stat.S_ISREG(retry_interrupted(os.lstat, source).st_mode):  # no reader follows a symbolic link
+                return False
             retry_interrupted(os.link, source, target)
         except FileNotFoundError:
             return False

@@ -143,6 +143,16 @@ def test_vanished_file_is_written_again(tmp_path: Path) -> None:
     check(tmp_path, 2, state_of(kept, 2))
 
 
+def test_file_behind_a_symbolic_link_is_written_again(tmp_path: Path) -> None:
+    kept, run = base(), tmp_path / "run"
+    with jct.StepManager(run, frozen="base/**") as manager:
+        save(manager, 1, state_of(kept, 1))
+        for file in Path(manager.path(1)).rglob("*.safetensors"):
+            os.symlink(file.rename(tmp_path / file.name), file)
+        save(manager, 2, state_of(kept, 2))
+    check(run, 2, state_of(kept, 2))
+
+
 def test_damage_is_not_taken_over(tmp_path: Path) -> None:
     kept = base()
     with jct.StepManager(tmp_path, frozen="base/**") as manager:
