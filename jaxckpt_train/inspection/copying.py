@@ -136,6 +136,7 @@ def refuse_other_tools(source: Opened) -> None:
 def _info_of_copy(backend: Backend, path: str, committed: Committed) -> dict[str, Any]:
     """Return the `info` of a copy: that of the source with metrics that were attached later, but never temporary."""
     info = dict(committed.manifest.info)
+    info.pop("taken_bytes", None)  # a copy shares no file
     run, name = os.path.split(path)
     parsed = parse_step_name(name)
     if parsed is not None:

@@ -82,7 +82,7 @@ def plan_pruning(
     steps = [
         (status, decided.get(status.name) or Fate(False, (f"not committed: {status.problem}",))) for status in statuses
     ]
-    going = [status for status, fate in steps if fate.goes]
+    going = [status for status, fate in steps if fate.goes and status.nbytes is not None]
     freed_bytes = sum(status.nbytes or 0 for status in going)
     if not is_url(directory):
         freed_bytes -= shared_bytes([f"{directory}/{status.name}" for status in going])

@@ -113,14 +113,14 @@ def _remove_contents(folder: int, levels: int) -> None:
 
 
 def shared_bytes(folders: Sequence[str]) -> int:
-    """How much of the size of the files in these folders would not be freed with them, which may be gone.
+    """How much of the size of the data files of these checkpoints would not be freed with them, which may be gone.
 
     A file that has a name elsewhere, too, is not freed, and one with several names here only once.
     """
     found: dict[tuple[int, int], list[os.stat_result]] = {}
     for folder in folders:
         for place, _, names in os.walk(folder):
-            for name in names:
+            for name in names if place != folder else ():  # its manifest is no data
                 with contextlib.suppress(FileNotFoundError):
                     each = os.lstat(os.path.join(place, name))
                     found.setdefault((each.st_dev, each.st_ino), []).append(each)

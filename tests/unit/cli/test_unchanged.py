@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -48,6 +50,18 @@ def test_prune_counts_a_shared_file_only_if_it_goes(directory: str) -> None:
     done = json.loads(run("prune", directory, "--keep-latest", "1", "--yes", "--json").output)
     assert done["bytes"] == plan["bytes"]
     assert jct.verify(jct.StepManager(directory).path(4)).ok
+
+
+def test_prune_frees_nothing_that_a_linked_copy_has(tmp_path: Path, directory: str) -> None:
+    shutil.copytree(directory, tmp_path / "copy", copy_function=os.link)
+    assert json.loads(run("prune", directory, "--keep-latest", "1", "--json").output)["bytes"] == 0
+
+
+def test_copy_shares_nothing(tmp_path: Path, directory: str) -> None:
+    (tmp_path / "other").mkdir()
+    run("cp", jct.StepManager(directory).path(4), str(tmp_path / "other" / "step-0000000004"))
+    (step,) = json.loads(run("ls", str(tmp_path / "other"), "--json").output)["steps"]
+    assert step["written_bytes"] == step["bytes"] > 2 * MIB
 
 
 def test_removed_run_frees_a_shared_file_once(tmp_path: Path, directory: str) -> None:
