@@ -69,6 +69,7 @@ class UnchangedLeaves:
                         dict(enumerate(arrays.segments, first)),
                         {array.name: array for array in arrays.arrays if array.chunks},
                         steady_arrays(None if before is None else before.before, arrays.arrays),
+                        frozenset(range(first, first + arrays.taken)),
                     ),
                     part.snapshot.identities,
                 )

@@ -46,18 +46,20 @@ class WrittenBefore:
         segments: by their numbers in the chunks of `arrays`.
         arrays: by name, with the chunks of this process.
         steady: names of arrays that had these bytes in the checkpoint before it, too; None: that is not known.
+        taken: numbers of the segments that were taken over, so that the storage has shown that it can do it.
     """
 
     directory: str
     segments: Mapping[int, SegmentRecord]
     arrays: Mapping[str, ArrayRecord]
     steady: frozenset[str] | None = None
+    taken: frozenset[int] = frozenset()
 
     def settled(self, same: frozenset[str]) -> frozenset[str]:
-        """Those of the arrays that are the same whose segments will be taken over: nothing else is in them."""
+        """Those of the arrays that are the same whose segments will be taken over again: nothing else is in them."""
         moving = {chunk.segment for array in self.arrays.values() if array.name not in same for chunk in array.chunks}
-        kept = (name for name in same if name in self.arrays)
-        return frozenset(n for n in kept if all(chunk.segment not in moving for chunk in self.arrays[n].chunks))
+        staying, kept = self.taken - moving, (name for name in same if name in self.arrays)
+        return frozenset(name for name in kept if all(chunk.segment in staying for chunk in self.arrays[name].chunks))
 
 
 class Unchanged(NamedTuple):

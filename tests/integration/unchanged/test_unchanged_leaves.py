@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
 from jaxckpt_train.run.saving import CALL_S
+from jaxckpt_train.store.backends.local import LocalBackend
 
 MIB = 1 << 20
 BASE = 4  # arrays of a MiB
@@ -118,6 +120,31 @@ def test_donated_and_replaced_array_is_written(tmp_path: Path) -> None:
             check(tmp_path, step, state_of(kept, step))
             if step in (2, 3):
                 kept = {**kept, "w2": add(kept["w2"])}
+
+
+@pytest.mark.parametrize("mode", ["auto", "host", "device"])
+def test_array_may_be_donated_where_no_file_can_be_taken_over(
+    mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is trained in turns with others, on a file system without links."""
+    started = threading.Event()
+
+    def clone(*paths: object) -> bool:
+        assert started.wait(30)
+        return False
+
+    monkeypatch.setattr(LocalBackend, "clone", clone)
+    add, kept = jax.jit(lambda x: x + 1, donate_argnums=0), base()
+    with jct.StepManager(tmp_path, frozen="base/**", settings=jct.StoreSettings(snapshot=mode)) as manager:
+        for step in range(1, 7):
+            started.clear()
+            expected = state_of({name: np.array(each) for name, each in kept.items()}, step)
+            manager.save(step, {"state": state_of(kept, step)})
+            if step % 3 == 0:
+                kept = {**kept, "w2": add(kept["w2"])}
+            started.set()
+            manager.wait()
+            check(tmp_path, step, expected)
 
 
 def test_streamed_save_does_not_wait_for_what_is_taken_over(tmp_path: Path) -> None:

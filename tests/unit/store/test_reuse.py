@@ -64,7 +64,11 @@ class Saves:
         )
         steady = steady_arrays(self.before, written.arrays)
         self.before = WrittenBefore(
-            directory, dict(enumerate(written.segments, 3)), {each.name: each for each in written.arrays}, steady
+            directory,
+            dict(enumerate(written.segments, 3)),
+            {each.name: each for each in written.arrays},
+            steady,
+            frozenset(range(3, 3 + written.taken)),
         )
         self.check(directory, values, written)
         return written
@@ -116,9 +120,18 @@ def test_same_arrays_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_settled_arrays_share_their_file_with_no_other() -> None:
     saves = Saves()
     saves.save(values(1), frozen=["base", "norm"])
+    saves.save(values(1), frozen=["base", "norm"], same=["w"])
     assert saves.before is not None
     assert saves.before.settled(frozenset({"base", "norm", "other"})) == {"base", "norm"}
     assert saves.before.settled(frozenset({"base", "w"})) == {"w"}
+
+
+def test_arrays_are_settled_only_where_their_file_was_taken_over() -> None:
+    saves = Saves()
+    for is_settled in (False, True, True):
+        saves.save(values(1), frozen=["base", "norm"])
+        assert saves.before is not None
+        assert saves.before.settled(frozenset({"base", "norm"})) == ({"base", "norm"} if is_settled else set())
 
 
 def test_few_unchanged_bytes_get_no_file_of_their_own() -> None:
