@@ -107,23 +107,21 @@ def peak_memory(bucket: str, mib: int, saves: bool) -> Answer:
 
 def save_small(bucket: str) -> Answer:
     """A save of many small arrays, after another one."""
-    state = _small_state()
     with jct.StepManager(bucket + RUN, preservation_policy=jct.PreserveAll()) as manager:
-        manager.save(0, {"state": state})
+        manager.save(0, {"state": _small_state(0)})
         manager.wait()
-        return _timed_save(manager, 1, state, lambda: None)
+        return _timed_save(manager, 1, _small_state(1), lambda: None)
 
 
 def count_small(times: int) -> list[list[Kind]]:
     """The kinds of the requests of each of some saves of many small arrays, after a first one."""
-    state = _small_state()
     found: list[list[Kind]] = []
     with StandIn() as server:
         os.environ.update(server.environment())
         with jct.StepManager(server.url(RUN), preservation_policy=jct.PreserveAll()) as manager:
             for step in range(times + 1):
                 server.requests.clear()
-                manager.save(step, {"state": state}, metrics={"loss": 1.0})
+                manager.save(step, {"state": _small_state(step)}, metrics={"loss": 1.0})
                 manager.wait()
                 found.append([request.kind for request in server.requests])
     return found[1:]
@@ -166,9 +164,10 @@ def jax_target(mib: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {array_name(number): jax.ShapeDtypeStruct(shape, np.uint32, sharding=sharding) for number in range(ARRAYS)}
 
 
-def _small_state() -> dict[str, jax.Array]:
+def _small_state(step: int) -> dict[str, jax.Array]:
+    """Arrays that all change from step to step."""
     return {
-        f"w{number:04d}": jax.device_put(np.full(SMALL_BYTES // 4, number, np.float32))
+        f"w{number:04d}": jax.device_put(np.full(SMALL_BYTES // 4, number + step, np.float32))
         for number in range(SMALL_ARRAYS)
     }
 
