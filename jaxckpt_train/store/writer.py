@@ -90,7 +90,7 @@ def write_arrays(
     """
     digest, start = digest_function(settings.digest), segment_prefix(part, process)
     sources = Sources(arrays, known, settings.digest, _workers(settings))
-    taken = _take_over(backend, directory, start, sources, known, settings)
+    taken, following = _take_over(backend, directory, start, sources, known, settings)
     sources.look_for_steady_arrays()
     with paused_collection():
         apart, changing = sources.divided()
@@ -98,7 +98,7 @@ def write_arrays(
             *plan_segments(apart, min(APART_BYTES, settings.segment_bytes)),
             *plan_segments(changing, settings.segment_bytes),
         ]
-    files = [_file_name(start, number) for number in range(len(taken), len(taken) + len(layouts))]
+    files = [_file_name(start, number) for number in range(following, following + len(layouts))]
     writers = [
         SegmentWriter(backend, f"{directory}/{file}", layout, settings)
         for file, layout in zip(files, layouts, strict=True)
@@ -124,18 +124,25 @@ def _file_name(start: str, number: int) -> str:
 
 def _take_over(
     backend: Backend, directory: str, start: str, sources: Sources, known: Unchanged, settings: StoreSettings
-) -> list[Candidate]:
-    """Give the segments of before in which nothing has changed a name in this checkpoint, too; returns these."""
-    taken: list[Candidate] = []
+) -> tuple[list[Candidate], int]:
+    """Give the segments of before in which nothing has changed a name in this checkpoint, too.
+
+    Returns these, and the number of the next segment: a service may still make a copy that it has not confirmed, and
+    would replace what has its name by then.
+    """
+    taken, following = list[Candidate](), 0
     before = "" if known.before is None else known.before.directory
     for candidate in sources.candidates():
-        name, segment = _file_name(start, len(taken)), candidate.segment
-        if sources.is_same(candidate) and backend.clone(f"{before}/{segment.file}", f"{directory}/{name}"):
+        if not sources.is_same(candidate):
+            continue
+        name, segment = _file_name(start, following), candidate.segment
+        following += 1
+        if backend.clone(f"{before}/{segment.file}", f"{directory}/{name}"):
             if settings.durability != "none":
                 backend.sync(f"{directory}/{name}")
             sources.take(candidate)
             taken.append(candidate._replace(segment=msgspec.structs.replace(segment, file=name)))
-    return taken
+    return taken, following
 
 
 def _workers(settings: StoreSettings) -> Workers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import jaxckpt_train as jct
 from tests.support.objects.faults import Fail, Faults, Request
+from tests.support.objects.runs import Held
 from tests.support.objects.stand_in import StandIn
 
 WIDTH = 3 << 20  # float32, 12 MiB: an upload in parts
@@ -56,6 +59,23 @@ def test_what_cannot_be_copied_is_written(cloud: StandIn) -> None:
     cloud.faults = NoCopies()
     save_steps(cloud.url("run"), 2)
     check(cloud.url("run"), 2)
+
+
+def test_copy_that_arrives_late_replaces_nothing(cloud: StandIn) -> None:
+    save_steps(cloud.url("run"), 1)
+    held = cloud.faults = Held(lambda request: request.kind == "copy")
+    settings = jct.StoreSettings(object_store=jct.ObjectStoreSettings(request_timeout_s=0.5, retries=0))
+    with jct.StepManager(cloud.url("run"), frozen="*", settings=settings) as manager:
+        base = manager.restore({"state": None})["state"]["base"]
+        manager.save(2, {"state": state_of(base, 1)})  # two copies, of which the second arrives first
+        manager.wait()
+    before = dict(cloud.objects.content)
+    held.release.set()
+    deadline = time.monotonic() + 10
+    while cloud.objects.content == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert cloud.objects.content != before
+    assert jct.verify(manager.path(2)).ok
 
 
 def test_deleted_step_harms_no_other(cloud: StandIn) -> None:
