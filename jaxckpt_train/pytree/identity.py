@@ -1,4 +1,7 @@
-"""Recognises leaves that are the very same JAX arrays as before. Such an array never changes."""
+"""Recognises leaves that are the very same JAX arrays as before, on devices whose memory nobody else can change.
+
+On the CPU an array may share its memory with a NumPy array (`jax.device_put`, DLPack), which a program can change.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.backend import backends
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.pytree.copies import is_traced
@@ -22,15 +26,29 @@ class LeafIdentities:
     """The JAX arrays of a tree, by leaf path. It does not keep them alive."""
 
     def __init__(self, names: Sequence[str], leaves: Sequence[Any]) -> None:
+        self._arrays: dict[str, weakref.ref[Any]] = {}
+        if not has_own_memory():
+            return
         examples = {type(leaf): leaf for leaf in leaves}
         kinds = {kind for kind, leaf in examples.items() if _never_changes(leaf)}
-        pairs = zip(names, leaves, strict=True)
-        self._arrays = {name: weakref.ref(leaf) for name, leaf in pairs if type(leaf) in kinds}
+        arrays = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if type(leaf) in kinds]
+        shared = {sharding for sharding in {leaf.sharding for _, leaf in arrays} if is_host_memory(sharding)}
+        self._arrays = {name: weakref.ref(leaf) for name, leaf in arrays if leaf.sharding not in shared}
 
     def same(self, names: Sequence[str], leaves: Sequence[Any]) -> frozenset[str]:
         """The paths of those leaves that are the same arrays."""
         arrays, pairs = self._arrays, zip(names, leaves, strict=True)
         return frozenset(name for name, leaf in pairs if name in arrays and arrays[name]() is leaf)
+
+
+def has_own_memory() -> bool:
+    """Whether some device has a memory of its own."""
+    return set(backends()) != {"cpu"}
+
+
+def is_host_memory(sharding: Any) -> bool:
+    """Whether arrays with this sharding are in the memory of the host."""
+    return any(device.platform == "cpu" for device in sharding.device_set) or "host" in (sharding.memory_kind or "")
 
 
 def _never_changes(leaf: Any) -> bool:

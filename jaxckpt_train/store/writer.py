@@ -137,7 +137,7 @@ def _take_over(
             continue
         name, segment = _file_name(start, following), candidate.segment
         following += 1
-        if backend.clone(f"{before}/{segment.file}", f"{directory}/{name}"):
+        if backend.clone(f"{before}/{segment.file}", f"{directory}/{name}", segment.bytes):
             if settings.durability != "none":
                 backend.sync(f"{directory}/{name}")
             sources.take(candidate)

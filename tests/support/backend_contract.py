@@ -94,7 +94,7 @@ class BackendContract:
 
     def test_clone_stays_when_its_source_goes(self, backend: Any, root: str) -> None:
         self.put(backend, f"{root}/a", b"x" * 5000)
-        assert backend.clone(f"{root}/a", f"{root}/b") is self.can_clone
+        assert backend.clone(f"{root}/a", f"{root}/b", 5000) is self.can_clone
         if not self.can_clone:
             assert self.names(backend, root) == ["a"]
             return
@@ -103,7 +103,7 @@ class BackendContract:
         assert self.names(backend, root) == ["b"]
 
     def test_clone_of_nothing_is_refused(self, backend: Any, root: str) -> None:
-        assert not backend.clone(f"{root}/a", f"{root}/b")
+        assert not backend.clone(f"{root}/a", f"{root}/b", 5000)
         assert self.names(backend, root) == []
 
     def test_abandoning_is_never_an_error(self, backend: Any, root: str) -> None:

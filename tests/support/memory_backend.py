@@ -84,7 +84,7 @@ class MemoryBackend:
         path = os.path.join(directory, name)
         return _MemorySource(path, self._file(path, "open the file"))
 
-    def clone(self, source: str, target: str) -> bool:
+    def clone(self, source: str, target: str, size: int) -> bool:
         """Give a file a second name."""
         with self._lock:
             self._need_parent(target)

@@ -69,10 +69,10 @@ class ObjectContract:
     def test_clone_stays_when_its_source_goes(self, backend: ObjectBackend, url: str) -> None:
         data = np.random.default_rng(0).integers(0, 256, 300_000, np.uint8)
         self.put(backend, f"{url}/a", data)
-        assert backend.clone(f"{url}/a", f"{url}/d/b")
+        assert backend.clone(f"{url}/a", f"{url}/d/b", len(data))
         backend.remove(f"{url}/a")
         assert self.get(backend, f"{url}/d", "b") == data.tobytes()
-        assert not backend.clone(f"{url}/a", f"{url}/c")
+        assert not backend.clone(f"{url}/a", f"{url}/c", len(data))
 
     def test_unfinished_object_does_not_appear(self, backend: ObjectBackend, url: str) -> None:
         sink = backend.create(f"{url}/a", direct=False)

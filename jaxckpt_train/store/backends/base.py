@@ -151,8 +151,11 @@ class Files(Opener, Protocol):
     def write_new(self, path: str, data: bytes) -> bool:
         """Create a small file with this content, atomically and durably; False if the name is taken."""
 
-    def clone(self, source: str, target: str) -> bool:
-        """Make a file with the content of another, without reading it; False: that is not possible here."""
+    def clone(self, source: str, target: str, size: int) -> bool:
+        """Make a file with the content of another, without reading it.
+
+        False: that is not possible here, or the file is known to have another size.
+        """
 
     def list(self, path: str) -> list[Entry]:
         """The entries of a directory, sorted by name."""

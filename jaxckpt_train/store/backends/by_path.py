@@ -55,8 +55,8 @@ class ByPath:
     def write_new(self, path: str, data: bytes) -> bool:
         return self._of(path).write_new(path, data)
 
-    def clone(self, source: str, target: str) -> bool:
-        return is_url(source) == is_url(target) and self._of(target).clone(source, target)
+    def clone(self, source: str, target: str, size: int) -> bool:
+        return is_url(source) == is_url(target) and self._of(target).clone(source, target, size)
 
     def list(self, path: str) -> list[Entry]:
         return self._of(path).list(path)

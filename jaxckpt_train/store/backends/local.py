@@ -87,10 +87,11 @@ class LocalBackend:
         with _storage_errors("open the file", os.path.join(directory, name)):
             return retry_interrupted(_open_below, directory, name, direct)
 
-    def clone(self, source: str, target: str) -> bool:
+    def clone(self, source: str, target: str, size: int) -> bool:
         """By a hard link, or by sharing the blocks where the file system offers that."""
         try:
-            if not stat.S_ISREG(retry_interrupted(os.lstat, source).st_mode):  # no reader follows a symbolic link
+            found = retry_interrupted(os.lstat, source)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != size:  # no reader follows a symbolic link
                 return False
             retry_interrupted(os.link, source, target)
         except FileNotFoundError:

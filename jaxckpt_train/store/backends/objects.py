@@ -259,8 +259,8 @@ class ObjectBackend:
                 return now == data  # the first put has arrived late
             return _put_on_condition(place, data, _token(found.meta), self._settings.retries) is not None
 
-    def clone(self, source: str, target: str) -> bool:
-        """Let the service copy an object; False: it did not, for whatever reason."""
+    def clone(self, source: str, target: str, size: int) -> bool:
+        """Let the service copy an object, whose size only a request would tell; False: it did not, for any reason."""
         import obstore
 
         (store, key), (other, new) = self._at(source), self._at(target)

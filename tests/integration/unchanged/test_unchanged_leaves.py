@@ -16,11 +16,22 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
+from jaxckpt_train.pytree import identity
 from jaxckpt_train.run.saving import CALL_S
 from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.buffers import aligned_buffer
 
 MIB = 1 << 20
 BASE = 4  # arrays of a MiB
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["on the host", "as on an accelerator"])
+def is_on_accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Where an array has memory of its own, it is recognised without a look at it."""
+    if request.param:
+        monkeypatch.setattr(identity, "has_own_memory", lambda: True)
+        monkeypatch.setattr(identity, "is_host_memory", lambda sharding: False)
+    return bool(request.param)
 
 
 def base() -> dict[str, jax.Array]:
@@ -210,3 +221,25 @@ def test_damage_that_is_found_later_is_not_taken_over(tmp_path: Path) -> None:
         assert manager.restore({"state": state_of(kept, 0)})["state"]["step"] < 4
         save(manager, 5, state_of(kept, 5))
         check(tmp_path, 5, state_of(kept, 5))
+
+
+def test_array_that_shares_memory_with_numpy_is_compared(tmp_path: Path, is_on_accelerator: bool) -> None:
+    if is_on_accelerator:
+        pytest.skip("an accelerator shares no memory with NumPy")
+    shared = aligned_buffer(4 * MIB).view(np.float32)
+    state = {"base": {"w": jax.dlpack.from_dlpack(shared)}, "step": jnp.asarray(0)}
+    with jct.StepManager(tmp_path, frozen="base/**") as manager:
+        for step in range(1, 4):
+            shared[step] = step
+            save(manager, step, state)
+            assert np.asarray(jct.load(manager.path(step))["base"]["w"]).tobytes() == shared.tobytes()
+
+
+def test_truncated_file_is_not_taken_over(tmp_path: Path) -> None:
+    kept = base()
+    with jct.StepManager(tmp_path, frozen="base/**") as manager:
+        save(manager, 1, state_of(kept, 1))
+        for file in Path(manager.path(1)).rglob("*.safetensors"):
+            os.truncate(file, 5000)
+        save(manager, 2, state_of(kept, 2))
+    check(tmp_path, 2, state_of(kept, 2))

@@ -275,10 +275,10 @@ class CrashDisk:
                 self.rename(target, source)
             raise
 
-    def clone(self, source: str, target: str) -> bool:
+    def clone(self, source: str, target: str, size: int) -> bool:
         with self.machine.guard:
             old, new = self._at("clone", source), self._new("clone", target)
-            if old.found is None or old.found not in self.machine.live.files:
+            if old.found is None or len(self.machine.live.files.get(old.found, b"")) != size:
                 return False
             self.do(Link(new.inode, new.name, old.found, is_directory=False), target)
             return True

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.pytree import identity
 from jaxckpt_train.store import reuse
 from tests.nightly.faults.campaign_end import leave_with
 
@@ -121,7 +122,11 @@ def campaign(sequences: int, seed: int, folder: Path | None = None) -> tuple[lis
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reuse, "MIN_APART_BYTES", 1)
         patch.setattr(logger, "disabled", True)
+        on_host = identity.is_host_memory
         for number in range(seed, seed + sequences):
+            # Every other one as on an accelerator, where arrays are recognised without a look at them.
+            patch.setattr(identity, "has_own_memory", lambda number=number: bool(number % 2))
+            patch.setattr(identity, "is_host_memory", (lambda sharding: False) if number % 2 else on_host)
             with tempfile.TemporaryDirectory(dir=folder) as name:
                 try:
                     taken += Sequence(Path(name), random.Random(number)).live()

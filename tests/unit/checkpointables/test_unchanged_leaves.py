@@ -11,6 +11,7 @@ import pytest
 
 from jaxckpt_train.checkpointables.staging import SaveTimes, StagedPart, stage_all
 from jaxckpt_train.checkpointables.unchanged import UnchangedLeaves
+from jaxckpt_train.pytree import identity
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, SegmentRecord
 from jaxckpt_train.store.writer import WrittenArrays
@@ -19,6 +20,12 @@ WRITTEN = WrittenArrays(
     (SegmentRecord("state/a", 4108, 4096, "0" * 32),),
     (ArrayRecord("w", (3,), "float32", (ChunkRecord(((0, 3),), 0, 4096, 12, "1" * 32),)),),
 )
+
+
+@pytest.fixture(autouse=True)
+def _as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "has_own_memory", lambda: True)
+    monkeypatch.setattr(identity, "is_host_memory", lambda sharding: False)
 
 
 def staged(unchanged: UnchangedLeaves, state: Any) -> StagedPart:
@@ -43,6 +50,14 @@ def test_same_array_is_known() -> None:
 def test_numpy_array_is_never_the_same() -> None:
     unchanged, array = UnchangedLeaves(), np.ones(3)
     array.flags.writeable = False
+    commit(unchanged, "/1", staged(unchanged, {"w": array}))
+    assert unchanged.known(staged(unchanged, {"w": array})).same == frozenset()
+
+
+def test_array_in_memory_of_the_host_is_never_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    unchanged, array = UnchangedLeaves(), jnp.ones(3)
+    assert identity.is_host_memory(array.sharding)
     commit(unchanged, "/1", staged(unchanged, {"w": array}))
     assert unchanged.known(staged(unchanged, {"w": array})).same == frozenset()
 
