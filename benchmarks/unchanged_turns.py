@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import optax
 from flax import nnx
 
 import jaxckpt_train as jct
-from benchmarks import host_memory, page_cache, subjects_orbax
-from benchmarks.unchanged_sizes import BLOCKS, RANK, WIDTH, base_rows, written_below
+from benchmarks import page_cache, subjects_orbax
+from benchmarks.unchanged_sizes import BLOCKS, RANK, WIDTH, base_rows, measured_saves
 
-MIB = 1 << 20
 Answer = list[dict[str, float]]
 
 
@@ -87,23 +85,12 @@ def _saves(
     save: Callable[[int, Any], None],
     state_of: Callable[[_Model, nnx.Optimizer], Any],
 ) -> Answer:
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
     model = _Model(mib)
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam)
-    found, x = [], jnp.ones((4, WIDTH))
-    before = written_below(folder)
-    for step in range(1, saves + 1):
+    x = jnp.ones((4, WIDTH))
+
+    def update() -> Any:
         _update(model, optimizer, x)
-        state = jax.block_until_ready(state_of(model, optimizer))
-        host_memory.make_present(mib * MIB, is_quick=False)
-        page_cache.settle()
-        started = time.perf_counter()
-        save(step, state)
-        seconds = time.perf_counter() - started
-        now = written_below(folder)
-        found.append(
-            {"seconds": seconds, "written": float(sum(size for each, size in now.items() if each not in before))}
-        )
-        before = now
-    return found
+        return jax.block_until_ready(state_of(model, optimizer))
+
+    return measured_saves(directory, mib, saves, update, save)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +14,7 @@ import jaxckpt_train as jct
 from tests.support.jobs.arrays import global_array, values_of
 from tests.support.jobs.counted_loads import WAYS, Arrays, patterned, save_alone, size_of
 from tests.support.jobs.job import Job, running
-from tests.support.objects.faults import Action, Request
+from tests.support.objects.faults import KillAt
 from tests.support.objects.stand_in import StandIn
 
 SHAPES: dict[str, list[Any]] = {
@@ -152,19 +150,6 @@ def test_restore_of_a_run_reads_replicated_state_once(shared_cloud: StandIn, job
     start = len(shared_cloud.requests)
     assert job.call(restore_replicated, run) == [True] * 4
     assert bytes_read(shared_cloud, start) <= 1.05 * values.nbytes
-
-
-class KillAt:
-    """Kills a process when a key is requested, before the request has an effect."""
-
-    def __init__(self, pid: int, pattern: str) -> None:
-        self._pids, self._pattern = [pid], pattern
-
-    def decide(self, request: Request) -> Action | None:
-        if re.search(self._pattern, request.key):
-            while self._pids:
-                os.kill(self._pids.pop(), signal.SIGKILL)
-        return None
 
 
 def save_steps(run: str, steps: list[int]) -> list[int]:

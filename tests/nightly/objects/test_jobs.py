@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +12,7 @@ import pytest
 import jaxckpt_train as jct
 from tests.support.jobs.arrays import global_array, values_of
 from tests.support.jobs.job import running
-from tests.support.objects.faults import Action, Request
+from tests.support.objects.faults import KillAt
 from tests.support.objects.stand_in import StandIn
 
 ROWS, WIDTH, ARRAYS = 8192, 1024, 8  # 256 MiB
@@ -40,19 +37,6 @@ def test_eight_processes_save_in_parallel(server: StandIn) -> None:
     loaded = jct.load(server.url("large"))
     for number in range(ARRAYS):
         assert loaded[f"w{number}"].tobytes() == (values_of([ROWS, WIDTH]) + np.float32(number)).tobytes()
-
-
-class KillAt:
-    """Kills a process when an object is put, before or after the effect of this request."""
-
-    def __init__(self, pid: int, pattern: str) -> None:
-        self._pids, self._pattern = [pid], pattern
-
-    def decide(self, request: Request) -> Action | None:
-        if request.method == "PUT" and re.search(self._pattern, request.key):
-            while self._pids:
-                os.kill(self._pids.pop(), signal.SIGKILL)
-        return None
 
 
 def save_steps(run: str, steps: list[int]) -> list[int]:
@@ -83,7 +67,7 @@ def test_smaller_job_continues_after_a_kill(server: StandIn, process: int, patte
     with running(3) as job:
         job.call(save_steps, run, [1, 2])
         job.call(save_steps, run, [])
-        server.faults = KillAt(job.workers[process].process.pid, pattern)
+        server.faults = KillAt(job.workers[process].process.pid, pattern, "PUT")
         job.outcomes(save_steps, run, [3], timeout_s=60.0)
         server.faults = None
     found = jct.StepManager(run).steps

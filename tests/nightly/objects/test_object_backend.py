@@ -10,15 +10,12 @@ from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import ObjectStoreSettings
 from jaxckpt_train.store.backends.objects import ObjectBackend
 from tests.support.object_contract import ObjectContract
-from tests.support.objects.servers import SERVERS, RealServer, S3rver
+from tests.support.objects.servers import RealServer, S3rver, started_or_skipped
 
 
 @pytest.fixture(scope="module", params=["moto", "versitygw", "azurite", "gofakes3"])
 def server(request: pytest.FixtureRequest) -> Iterator[RealServer]:
-    kind = SERVERS[request.param]
-    if (why_not := kind.install()) is not None:
-        pytest.skip(f"{kind.name}: {why_not}")
-    with kind() as started:
+    with started_or_skipped(request.param) as started:
         yield started
 
 

@@ -12,15 +12,12 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import from_url
 
-from tests.support.objects.servers import SERVERS, RealServer
+from tests.support.objects.servers import SERVERS, RealServer, started_or_skipped
 
 
 @pytest.fixture(params=SERVERS)
 def server(request: pytest.FixtureRequest) -> Iterator[RealServer]:
-    kind = SERVERS[request.param]
-    if (why_not := kind.install()) is not None:
-        pytest.skip(f"{kind.name}: {why_not}")
-    with kind() as server:
+    with started_or_skipped(request.param) as server:
         yield server
 
 

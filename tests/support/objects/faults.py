@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import random
+import re
+import signal
 import threading
 from typing import Literal, Protocol
 
@@ -174,3 +177,17 @@ class Silent:
         with self._lock:
             self._left -= 1
             return Stall(math.inf) if self._left <= 0 else None
+
+
+class KillAt:
+    """Kills a process once, when a key of this pattern is requested, before the request has an effect."""
+
+    def __init__(self, pid: int, pattern: str, method: str | None = None) -> None:
+        """Set the process, the pattern, and the method of the request; None: any."""
+        self._pids, self._pattern, self._method = [pid], pattern, method
+
+    def decide(self, request: Request) -> Action | None:
+        if self._method in (None, request.method) and re.search(self._pattern, request.key):
+            while self._pids:
+                os.kill(self._pids.pop(), signal.SIGKILL)
+        return None

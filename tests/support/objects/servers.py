@@ -31,9 +31,12 @@ import sys
 import tempfile
 import time
 import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
+
+import pytest
 
 from tests.support.objects.access import Access, Dialect, Reachable
 from tests.support.objects.object_map import BUCKET
@@ -237,6 +240,16 @@ class FakeGcs(RealServer):
 
     def create_bucket(self) -> None:
         _send("POST", f"{self.endpoint}/storage/v1/b?project=test", {}, f'{{"name": "{BUCKET}"}}')
+
+
+@contextlib.contextmanager
+def started_or_skipped(name: str) -> Iterator[RealServer]:
+    """Start a server; skip the test if it cannot be had."""
+    kind = SERVERS[name]
+    if (why_not := kind.install()) is not None:
+        pytest.skip(f"{kind.name}: {why_not}")
+    with kind() as server:
+        yield server
 
 
 SERVERS: dict[str, type[RealServer]] = {each.name: each for each in (Moto, VersityGw, GoFakeS3, S3rver, Azurite)}
