@@ -45,6 +45,7 @@ from jaxckpt_train.store.backends.base import (
     GONE,
     Backend,
     Entry,
+    Sharing,
     Sink,
     is_removed_in_use,
     objects_of,
@@ -129,6 +130,14 @@ class Attempt:
         sink = self._backend.create(path, direct=False)
         self._files.append(path)
         return sink
+
+    def share_file(self, source: str, name: str) -> bool:
+        """Create a file that shares the blocks of another one, to be synced by the commit; False: it cannot."""
+        path = f"{self.directory}/{name}"
+        is_shared = isinstance(self._backend, Sharing) and self._backend.share(source, path)
+        if is_shared:
+            self._files.append(path)
+        return is_shared
 
     def write_file(self, name: str, data: bytes) -> FileRecord:
         """Write a small file, to be synced by the commit, and return its record for the manifest."""

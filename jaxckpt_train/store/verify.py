@@ -137,6 +137,7 @@ def copy_verified(
 ) -> None:
     """Copy all files of a checkpoint into an attempt, and compare each block with its digest on the way.
 
+    A copy shares the blocks of its source where the file system can. It is never a link, which would share all changes.
     `progress` is called with numbers of bytes, from several threads.
 
     Raises CorruptCheckpointError: the checkpoint is damaged; StorageError: a file system refused;
@@ -145,6 +146,7 @@ def copy_verified(
     files, is_ended, begun_bytes = _files_of(committed.manifest), threading.Event(), [0]
     folders = [os.path.dirname(record.file) for record, _ in files]
     attempt.add_folders([*(part.name for part in committed.manifest.parts), *folders])
+    copied = dataclasses.replace(committed, directory=attempt.directory)
 
     def begin(nbytes: int) -> None:
         if is_ended.is_set():
@@ -153,7 +155,12 @@ def copy_verified(
         progress(nbytes)
 
     def copy(file: _File) -> None:
-        sink = attempt.create_file(file[0].file)
+        name = file[0].file
+        if attempt.share_file(f"{committed.directory}/{name}", name):
+            if next(_FileCheck(backend, copied, begin).problems(file), None) is None:
+                return
+            backend.remove(f"{attempt.directory}/{name}")  # a copy byte by byte names the damage of the source
+        sink = attempt.create_file(name)
         try:
             for problem in _FileCheck(backend, committed, begin, sink).problems(file):
                 raise CorruptCheckpointError(problem)
@@ -163,8 +170,8 @@ def copy_verified(
 
     workers = shared_workers(settings.io_threads, "jaxckpt-read")
     copying = workers.run_each(copy, files, give_up=is_ended.set, moved=lambda: begun_bytes[0])
-    with contextlib.closing(copying) as copied:
-        for _ in copied:
+    with contextlib.closing(copying) as results:
+        for _ in results:
             pass
 
 

@@ -260,6 +260,14 @@ class Linking(Protocol):
         """
 
 
+@runtime_checkable
+class Sharing(Protocol):
+    """An optional ability of file systems: files that share blocks, which are copied when one of them is changed."""
+
+    def share(self, source: str, target: str) -> bool:
+        """Make a file with the content of another one by sharing its blocks; False: that is not possible here."""
+
+
 def make_durable(backend: Backend, directory: str) -> None:
     """Sync all files and directories of a checkpoint that was committed without syncs, and its parent directory.
 

@@ -58,6 +58,9 @@ class ByPath:
     def clone(self, source: str, target: str, size: int) -> bool:
         return is_url(source) == is_url(target) and self._of(target).clone(source, target, size)
 
+    def share(self, source: str, target: str) -> bool:
+        return not is_url(source) and not is_url(target) and self.local.share(source, target)
+
     def list(self, path: str) -> list[Entry]:
         return self._of(path).list(path)
 

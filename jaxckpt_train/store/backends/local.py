@@ -102,6 +102,9 @@ class LocalBackend:
             return share_blocks(source, target)
         return True
 
+    def share(self, source: str, target: str) -> bool:
+        return share_blocks(source, target)
+
     def list(self, path: str) -> list[Entry]:
         with _storage_errors("list the directory", path):
             return sorted(retry_interrupted(scan_entries, path), key=lambda entry: entry.name)

@@ -199,12 +199,17 @@ def link_or_rename(source: str, target: str) -> bool | None:
 
 def share_blocks(source: str, target: str) -> bool:
     """Make a file that shares the blocks of another, as btrfs and XFS can; False: this file system cannot."""
-    with contextlib.suppress(OSError), open(source, "rb") as old, open(target, "xb") as new:
+    with contextlib.suppress(OSError), open(source, "rb", opener=_open_plain) as old, open(target, "xb") as new:
         fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
         return True
     with contextlib.suppress(OSError):
         retry_interrupted(os.unlink, target)
     return False
+
+
+def _open_plain(path: str, flags: int) -> int:
+    """Open a file, but follow no link, and do not wait for a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def backdate(path: str, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.support.runs import (
     flip_a_payload_byte,
     made_run,
     save_steps,
+    segment_of,
     state_of,
     step_of,
     step_path,
@@ -137,6 +139,41 @@ def test_copy_of_damaged_source_leaves_nothing(tmp_path: Path) -> None:
     assert f"{step_path(directory, 1)}/state/p00000-s000.safetensors" in message
     assert files_below(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_change_of_source_does_not_reach_the_copy(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1)
+    json_of("cp", directory, tmp_path / "copy")
+    with open(segment_of(step_path(directory, 1)), "r+b") as file:
+        file.write(b"damaged!")
+    assert not jct.verify(step_path(directory, 1)).ok
+    assert jct.verify(tmp_path / "copy").ok
+
+
+@pytest.fixture
+def shared_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were made as on a file system whose files can share blocks."""
+    made = list[str]()
+
+    def share(self: LocalBackend, source: str, target: str) -> bool:
+        made.append(target)
+        shutil.copyfile(source, target)
+        return True
+
+    monkeypatch.setattr(LocalBackend, "share", share)
+    return made
+
+
+def test_copy_that_shares_blocks_is_verified(tmp_path: Path, shared_files: list[str]) -> None:
+    step = saved_step(tmp_path / "run")
+    found = json_of("cp", tmp_path / "run", tmp_path / "copy", "--check")
+    assert found["bytes"] == jct.metadata(step).bytes
+    assert len(shared_files) == len([*step.glob("*/*")])
+    assert files_below(tmp_path / "copy") == files_below(step)
+    flip_a_payload_byte(step)
+    before = files_below(tmp_path)
+    assert f"{segment_of(step)}: bytes" in refused("cp", step, tmp_path / "other", code=1)
+    assert files_below(tmp_path) == before
 
 
 def test_a_damaged_source_replaces_nothing(tmp_path: Path) -> None:
