@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-nightly test-oldest test-distributed test-objects lint types format bench bench-jobs bench-quick bench-torch bench-accelerator torch-imports kill-campaign crash-states object-crashes block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
+.PHONY: help venv demo test test-unit test-nightly test-oldest test-distributed test-objects lint types format bench bench-jobs bench-quick bench-torch bench-accelerator torch-imports kill-campaign crash-states object-crashes block-replay corruption power-cuts native-calls random-kills boundaries limits many-processes deadlines hostile soak unchanged test-faults bench-faults bench-write-modes scale docs docs-plots clean python-is-new-enough
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-20s %s\n' "$$name" "$$what"; done
@@ -139,6 +139,10 @@ random-kills: $(STAMP)  ## SIGKILL processes that save at 5,000 random moments (
 many-processes: $(STAMP)  ## own, read, pin and die on one directory: against a model, and with real processes
 	$(BIN)/python -m tests.nightly.faults.owners
 	$(BIN)/python -m tests.nightly.faults.many_processes
+
+unchanged: $(STAMP)  ## save what changes and what does not, and delete steps that share files, against a model (1 hour)
+	$(BIN)/python -m tests.nightly.unchanged.sequences
+	$(BIN)/python -m tests.nightly.unchanged.deletions
 
 # A campaign that cannot run on a machine prints SKIP with the reason; run alone, it exits with 77, and make fails.
 # For example ARGS="--share 0.01 --only soak,limits", or ARGS="--parts 40 --keep build/campaigns", to be interrupted.

@@ -109,7 +109,7 @@ class Result:
         return self.has_ended and self.verdict != "said nothing"
 
 
-_FAULTS = "tests.nightly.faults"
+_FAULTS, _UNCHANGED = "tests.nightly.faults", "tests.nightly.unchanged"
 CAMPAIGNS = (
     Campaign(
         "crash-states", "crash states, in memory", "tests.nightly.crash.explorer", "--states", 1_000_000, apart=10_000,
@@ -142,6 +142,14 @@ CAMPAIGNS = (
         more=("--atheris",),
     ),
     Campaign("deadlines", "deadlines", f"{_FAULTS}.deadline", "--trials", 300),
+    Campaign(
+        "unchanged", "unchanged leaves, against a model", f"{_UNCHANGED}.sequences", "--sequences", 20_000,
+        apart=20_000,
+    ),
+    Campaign(
+        "unchanged-deletions", "deletions of steps that share files", f"{_UNCHANGED}.deletions", "--sequences", 5000,
+        apart=5000,
+    ),
     Campaign("soak", "soak, minutes", f"{_FAULTS}.soak", "--minutes", 60, apart=0),
 )  # fmt: skip
 KEYS = tuple(each.key for each in CAMPAIGNS)

@@ -40,6 +40,8 @@ def changed(array: jax.Array, by: Any) -> jax.Array:
 class Sequence:
     """One run, and what each of its steps must have."""
 
+    operations = ("change", "save", "save", "save", "resume", "delete")
+
     def __init__(self, folder: Path, chance: random.Random) -> None:
         self.folder, self.chance = folder, chance
         self.state: dict[str, Any] = {f"a{number}": self.made(number % 3 == 2) for number in range(NAMES)}
@@ -107,15 +109,16 @@ class Sequence:
     def live(self) -> int:
         """Perform random operations; returns how many bytes were taken over."""
         for _ in range(OPERATIONS):
-            operation = self.chance.choice((self.change, self.save, self.save, self.save, self.resume, self.delete))
-            operation()
+            getattr(self, self.chance.choice(self.operations))()
         self.save()
         self.check()
         self.manager.close()
         return sum(event.get("taken_bytes", 0) for event in self.manager.history.events())
 
 
-def campaign(sequences: int, seed: int, folder: Path | None = None) -> tuple[list[str], int]:
+def campaign(
+    sequences: int, seed: int, folder: Path | None = None, kind: type[Sequence] = Sequence
+) -> tuple[list[str], int]:
     """Run sequences; returns the problems, and how many bytes were taken over."""
     problems, taken = list[str](), 0
     logger = logging.getLogger("jaxckpt_train")
@@ -129,20 +132,20 @@ def campaign(sequences: int, seed: int, folder: Path | None = None) -> tuple[lis
             patch.setattr(identity, "is_host_memory", (lambda sharding: False) if number % 2 else on_host)
             with tempfile.TemporaryDirectory(dir=folder) as name:
                 try:
-                    taken += Sequence(Path(name), random.Random(number)).live()
+                    taken += kind(Path(name), random.Random(number)).live()
                 except Exception as error:  # noqa: BLE001  # each is a problem
                     problems.append(f"seed {number}: {type(error).__name__}: {error}")
     return problems, taken
 
 
-def main() -> None:
+def main(description: str | None = __doc__, kind: type[Sequence] = Sequence, sequences: int = 20_000) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sequences", type=int, default=20_000)
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--sequences", type=int, default=sequences)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where the runs are; faster in memory")
     chosen, started = parser.parse_args(), time.monotonic()
-    problems, taken = campaign(chosen.sequences, chosen.seed, chosen.folder)
+    problems, taken = campaign(chosen.sequences, chosen.seed, chosen.folder, kind)
     print(f"{chosen.sequences} sequences, {taken:,} bytes taken over;", end=" ")
     leave_with(problems, started, chosen.seed)
 
