@@ -51,7 +51,7 @@ from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.store.backends.base import is_storage_failure
 from jaxckpt_train.store.committed import Committed, checkpoint_path, is_gone
 from jaxckpt_train.store.files import file_exists
-from jaxckpt_train.store.verify import first_damage, verify_opened
+from jaxckpt_train.store.verify import IntactFiles, first_damage, verify_opened
 
 Source = Annotated[str, argument("SRC", "A checkpoint, a step, or a run, which means its newest valid step.")]
 Destination = Annotated[
@@ -334,27 +334,29 @@ class _Pace:
     """Counts read bytes, and limits reads to a rate in bytes per second. None: no limit."""
 
     def __init__(self, rate: float | None, advance: Callable[[int], None]) -> None:
-        self._rate, self._advance, self._started = rate, advance, time.monotonic()
+        self._rate, self.advance, self._started = rate, advance, time.monotonic()
         self.nbytes = 0
 
     def __call__(self, nbytes: int) -> None:
         self.nbytes += nbytes
         if self._rate is not None:
             time.sleep(max(0.0, self.nbytes / self._rate - (time.monotonic() - self._started)))
-        self._advance(nbytes)
+        self.advance(nbytes)
 
 
 def _scrub(directory: str, statuses: list[StepStatus], pace: _Pace) -> list[dict[str, Any]]:
     """Verify each step, the newest first, and drop the results of steps that their owner deletes meanwhile."""
-    found = []
+    found, intact = [], IntactFiles()
     for status in reversed(statuses):
+        known_bytes = intact.unread_bytes
         problem, is_damaged = status.problem, status.problem is not None and status.refusal is None
         if problem is None:
             try:
-                problem = first_damage(BACKEND, f"{directory}/{status.name}", pace)
+                problem = first_damage(BACKEND, f"{directory}/{status.name}", pace, intact)
                 is_damaged = problem is not None
             except CheckpointError as error:
                 problem, is_damaged = str(error), not is_storage_failure(error)
+        pace.advance(intact.unread_bytes - known_bytes)
         if problem is None or status.name in current_names(BACKEND, directory):
             found.append({"name": status.name, "problem": problem, "damaged": is_damaged})
     return found

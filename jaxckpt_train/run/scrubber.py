@@ -15,7 +15,7 @@ from jaxckpt_train.run.entry import Entry
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.committed import is_gone
 from jaxckpt_train.store.threads import Latch
-from jaxckpt_train.store.verify import first_damage
+from jaxckpt_train.store.verify import IntactFiles, first_damage
 
 IDLE_S = 1.0
 JOIN_S = 5.0
@@ -45,7 +45,8 @@ class Scrubber:
 
     A damaged step is read twice, and set aside only when another step is found to be intact afterwards, so a run
     without intact steps stays as it is. Retention does not wait: a step that is deleted during its verification is not
-    damaged. With a rate of 0, only neighbours of damaged steps are verified, once, on a thread that ends afterwards.
+    damaged. A file that several steps share is read once in each pass. With a rate of 0, only neighbours of damaged
+    steps are verified, once, on a thread that ends afterwards.
     """
 
     def __init__(self, backend: Backend, directory: str, bytes_per_s: int, run: Callable[[], Run | None]) -> None:
@@ -61,6 +62,7 @@ class Scrubber:
         self._damaged: dict[str, tuple[Entry, str]] = {}  # damaged steps, until another step is found to be intact
         self._found: set[tuple[str, datetime.datetime]] = set()  # damaged saves whose neighbours are already suspects
         self._warned: set[tuple[str, str]] = set()
+        self._intact, self._left_of_pass = IntactFiles(), 0
         self._due_s = 0.0
 
     def start(self) -> None:
@@ -128,6 +130,10 @@ class Scrubber:
 
     def _look_at(self, entry: Entry, entries: Sequence[Entry]) -> None:
         self._verified.pop(entry.name, None)
+        if self._left_of_pass <= 0:  # also if steps are replaced before their turn comes again
+            self._intact.clear()
+            self._left_of_pass = len(entries)
+        self._left_of_pass -= 1
         try:
             problem = self._damage(entry) and self._damage(entry)  # read twice: a bit may have flipped on its way
             if problem is None or not is_gone(self._backend, f"{self._directory}/{entry.name}"):
@@ -146,10 +152,11 @@ class Scrubber:
 
     def _damage(self, entry: Entry) -> str | None:
         self._pace(LEAST_READ)
-        return first_damage(self._backend, f"{self._directory}/{entry.name}", self._pace)
+        return first_damage(self._backend, f"{self._directory}/{entry.name}", self._pace, self._intact)
 
     def _judge(self, entry: Entry, problem: str | None, entries: Sequence[Entry]) -> None:
         if problem is not None:
+            self._left_of_pass = 0  # other files of this disk may have been damaged since they were read
             if entry.name not in self._damaged:
                 _log.error("step %d is damaged: %s", entry.step, problem)
             self._damaged[entry.name] = (entry, problem)
@@ -168,6 +175,8 @@ class Scrubber:
         """The next step to verify: a neighbour of a damaged step, else one never verified, else the oldest result."""
         with self._guard:
             set_aside, self._set_aside = self._set_aside, []
+        if set_aside:
+            self._left_of_pass = 0
         for found in set_aside:
             self._suspect(_neighbours(found, entries))
         by_name = {entry.name: entry for entry in entries}

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Backend, Opener, Sink, Source, is_storage_failure
+from jaxckpt_train.store.backends.base import Backend, Identified, Opener, Sink, Source, is_storage_failure
 from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.committed import Committed, open_committed
@@ -70,6 +72,34 @@ class VerifyReport:
         return len(self.problems) > len(self.refused)
 
 
+class IntactFiles:
+    """Segments with several names that one pass over some checkpoints has found intact, so that it reads each once.
+
+    Damage that happens later, without a write, is found by the next pass, which begins with `clear`.
+
+    Attributes:
+        unread_bytes: the size of the files that were not read again.
+    """
+
+    def __init__(self) -> None:
+        self._found, self.unread_bytes = set[tuple[tuple[int, ...], bytes]](), 0
+
+    def clear(self) -> None:
+        """Begin a pass."""
+        self._found.clear()
+
+    def has(self, source: Source, expected: bytes) -> bool:
+        """Whether this file was found to be what is expected, by another name."""
+        is_known = isinstance(source, Identified) and (source.identity, expected) in self._found
+        self.unread_bytes += source.size if is_known else 0
+        return is_known
+
+    def add(self, source: Source, expected: bytes) -> None:
+        """Remember a file that is what is expected, unless it has only one name."""
+        if isinstance(source, Identified) and source.identity is not None:
+            self._found.add((source.identity, expected))
+
+
 def verify(backend: Backend, directory: str, settings: StoreSettings) -> VerifyReport:
     """Check COMMIT, the manifest, the segment headers, every block of data and every plain file.
 
@@ -111,11 +141,14 @@ def verify_opened(backend: Backend, committed: Committed, settings: StoreSetting
     return VerifyReport(committed.directory, size, problems, tuple(each for each in problems if each in refused))
 
 
-def first_damage(backend: Backend, directory: str, pace: Pace | None = None) -> str | None:
+def first_damage(
+    backend: Backend, directory: str, pace: Pace | None = None, intact: IntactFiles | None = None
+) -> str | None:
     """The first problem of a checkpoint, or None; works on the calling thread and avoids the page cache if possible.
 
-    `pace` is called with the size of each block before it is read, and may wait. Raises NotACheckpointError,
-    FormatVersionError: as `verify`; StorageError: the storage refused, which is not damage.
+    `pace` is called with the size of each block before it is read, and may wait. Files that are `intact` are not read
+    again. Raises NotACheckpointError, FormatVersionError: as `verify`; StorageError: the storage refused, which is not
+    damage.
     """
     if pace is not None:
         pace(_manifest_bytes(backend, directory))
@@ -123,7 +156,7 @@ def first_damage(backend: Backend, directory: str, pace: Pace | None = None) -> 
         committed = open_committed(backend, directory)
     except CorruptCheckpointError as error:
         return str(error)
-    check = _FileCheck(backend, committed, pace)
+    check = _FileCheck(backend, committed, pace, intact=intact)
     problems = (check.problems(file, direct="auto") for file in _files_of(committed.manifest))
     return next(itertools.chain.from_iterable(problems), None)
 
@@ -198,9 +231,16 @@ class _FileCheck:
     What it reads is also written to `copy`, from the memory that is compared.
     """
 
-    def __init__(self, files: Opener, committed: Committed, pace: Pace | None, copy: Sink | None = None) -> None:
+    def __init__(
+        self,
+        files: Opener,
+        committed: Committed,
+        pace: Pace | None,
+        copy: Sink | None = None,
+        intact: IntactFiles | None = None,
+    ) -> None:
         self._files, self._directory, self._manifest, self._pace = files, committed.directory, committed.manifest, pace
-        self._digest, self._copy = digest_function(self._manifest.digest), copy
+        self._digest, self._copy, self._intact = digest_function(self._manifest.digest), copy, intact
         self.compared_bytes = 0
 
     def problems(self, file: _File, direct: Literal["auto", False] = False) -> Iterator[str]:
@@ -232,9 +272,26 @@ class _FileCheck:
             yield str(error)
             return
         with contextlib.closing(source):
-            yield from self._head_problems(source, path, record, chunks)
-            for array, chunk in chunks:
-                yield from self._block_problems(source, path, array.name, chunk.offset, chunk.length, chunk.digests)
+            expected = b"" if self._intact is None else self._expected(record, chunks)
+            if self._intact is not None and self._intact.has(source, expected):
+                return
+            is_intact = True
+            for problem in self._content_problems(source, path, record, chunks):
+                is_intact = False
+                yield problem
+            if self._intact is not None and is_intact:
+                self._intact.add(source, expected)
+
+    def _expected(self, record: SegmentRecord, chunks: _Chunks) -> bytes:
+        """A digest of all that the manifest says of the content of a segment."""
+        arrays = [(array.name, array.shape, array.dtype, each.box, each.offset, each.digests) for array, each in chunks]
+        said = (self._manifest.digest, self._manifest.block_bytes, record.bytes, record.header_digest, arrays)
+        return hashlib.sha256(msgspec.json.encode(said)).digest()
+
+    def _content_problems(self, source: Source, path: str, record: SegmentRecord, chunks: _Chunks) -> Iterator[str]:
+        yield from self._head_problems(source, path, record, chunks)
+        for array, chunk in chunks:
+            yield from self._block_problems(source, path, array.name, chunk.offset, chunk.length, chunk.digests)
 
     def _head_problems(self, source: Source, path: str, record: SegmentRecord, chunks: _Chunks) -> Iterator[str]:
         memory = aligned_buffer(-(-record.header_bytes // ALIGNMENT) * ALIGNMENT)

@@ -135,6 +135,17 @@ class Divided(Protocol):
     piece_bytes: int
 
 
+@runtime_checkable
+class Identified(Protocol):
+    """An optional ability of sources: several names of one file are recognised.
+
+    Attributes:
+        identity: the same for all names of a file until it is written to; None: it has no other name.
+    """
+
+    identity: tuple[int, ...] | None
+
+
 class Opener(Protocol):
     """Opens files for reading. Every failure of the system is a StorageError with its errno."""
 

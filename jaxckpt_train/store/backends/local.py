@@ -335,6 +335,7 @@ class _LocalSink(_LocalFile):
 
 class _LocalSource(_LocalFile):
     size = modified_ns = 0
+    identity: tuple[int, ...] | None = None
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
         view, filled = memoryview(data), 0
@@ -393,6 +394,8 @@ def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: 
         if refusal is not None and direct is True:
             raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from refusal
         source.size, source.modified_ns = found.st_size, found.st_mtime_ns
+        if found.st_nlink > 1:  # without the time of the last change of the inode, which is that of the newest link
+            source.identity = (found.st_dev, found.st_ino, found.st_mtime_ns)
         refusal = None  # the error's traceback would keep the source alive
         return source
     except BaseException:

@@ -248,14 +248,14 @@ class Held:
         self.reading, self.go = threading.Event(), threading.Event()
         monkeypatch.setattr(scrubber, "first_damage", self)
 
-    def __call__(self, backend: Any, directory: str, pace: Any) -> str | None:
+    def __call__(self, backend: Any, directory: str, pace: Any, intact: Any) -> str | None:
         def held(nbytes: int) -> None:
             if number_of(directory) == self._step:
                 self.reading.set()
                 assert self.go.wait(60)
             pace(nbytes)
 
-        return verify.first_damage(backend, directory, held)
+        return verify.first_damage(backend, directory, held, intact)
 
 
 def test_neighbour_deleted_meanwhile_is_not_damaged(

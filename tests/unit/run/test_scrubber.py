@@ -47,8 +47,8 @@ class Seen:
         self.found: list[tuple[int, bool]] = []
         self.changed = threading.Condition()
 
-    def __call__(self, backend: Any, directory: str, pace: Any) -> str | None:
-        problem = verify.first_damage(backend, directory, pace)
+    def __call__(self, backend: Any, directory: str, pace: Any, intact: Any) -> str | None:
+        problem = verify.first_damage(backend, directory, pace, intact)
         with self.changed:
             self.found.append((number_of(directory), problem is None))
             self.changed.notify_all()
@@ -129,7 +129,7 @@ def test_nothing_is_set_aside_without_intact_step(tmp_path: Path, caplog: pytest
 def test_transient_read_error_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     false_reports, reads = ["not really damaged"], []
 
-    def wrong_once(backend: Any, directory: str, pace: Any) -> str | None:
+    def wrong_once(backend: Any, directory: str, pace: Any, intact: Any) -> str | None:
         reads.append(directory)
         return false_reports.pop() if false_reports else verify.first_damage(backend, directory, pace)
 
@@ -303,11 +303,11 @@ def test_one_failure_does_not_end_scrubber(
 ) -> None:
     reads = []
 
-    def failing(backend: Any, directory: str, pace: Any) -> str | None:
+    def failing(backend: Any, directory: str, pace: Any, intact: Any) -> str | None:
         reads.append(directory)
         if number_of(directory) == 2:
             raise MemoryError("no memory now")
-        return seen(backend, directory, pace)
+        return seen(backend, directory, pace, intact)
 
     monkeypatch.setattr(scrubber, "first_damage", failing)
     with jct.StepManager(made_run(tmp_path, 1, 2), settings=FAST) as manager:
@@ -321,7 +321,7 @@ def test_one_failure_does_not_end_scrubber(
 def test_close_waits_briefly_for_stuck_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, reached = threading.Event(), threading.Event()
 
-    def stuck(backend: Any, directory: str, pace: Any) -> str | None:
+    def stuck(backend: Any, directory: str, pace: Any, intact: Any) -> str | None:
         reached.set()
         go.wait(60)
         return None
