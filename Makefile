@@ -140,9 +140,10 @@ many-processes: $(STAMP)  ## own, read, pin and die on one directory: against a 
 	$(BIN)/python -m tests.nightly.faults.owners
 	$(BIN)/python -m tests.nightly.faults.many_processes
 
-unchanged: $(STAMP)  ## save what changes and what does not, and delete steps that share files, against a model (1 hour)
+unchanged: $(STAMP)  ## save what changes and what does not, and delete or damage files that steps share (1 hour)
 	$(BIN)/python -m tests.nightly.unchanged.sequences
 	$(BIN)/python -m tests.nightly.unchanged.deletions
+	$(BIN)/python -m tests.nightly.unchanged.shared_damage
 
 # A campaign that cannot run on a machine prints SKIP with the reason; run alone, it exits with 77, and make fails.
 # For example ARGS="--share 0.01 --only soak,limits", or ARGS="--parts 40 --keep build/campaigns", to be interrupted.

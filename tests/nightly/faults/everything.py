@@ -150,6 +150,7 @@ CAMPAIGNS = (
         "unchanged-deletions", "deletions of steps that share files", f"{_UNCHANGED}.deletions", "--sequences", 5000,
         apart=5000,
     ),
+    Campaign("unchanged-damage", "damage of files that steps share", f"{_UNCHANGED}.shared_damage", "--trials", 10_000),
     Campaign("soak", "soak, minutes", f"{_FAULTS}.soak", "--minutes", 60, apart=0),
 )  # fmt: skip
 KEYS = tuple(each.key for each in CAMPAIGNS)

@@ -22,6 +22,7 @@ WITHOUT_TARGET = {
     "owners",
     "hostile-atheris",
     "unchanged-deletions",
+    "unchanged-damage",
 }  # run by another target, or by none
 
 
