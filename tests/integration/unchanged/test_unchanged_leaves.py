@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
+from jaxckpt_train.errors import StorageError
 from jaxckpt_train.pytree import identity
 from jaxckpt_train.run.saving import CALL_S
 from jaxckpt_train.store.backends.local import LocalBackend
@@ -179,6 +180,36 @@ def test_vanished_file_is_written_again(tmp_path: Path) -> None:
             os.unlink(file)
         save(manager, 2, state_of(kept, 2))
     check(tmp_path, 2, state_of(kept, 2))
+
+
+def test_save_fails_if_file_and_array_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_on_accelerator: bool
+) -> None:
+    kept, is_donated = base(), threading.Event()
+    clone, add = LocalBackend.clone, jax.jit(lambda x: x + 1, donate_argnums=0)
+
+    def waiting(self: LocalBackend, source: str, target: str, size: int) -> bool:
+        assert is_donated.wait(30)
+        return clone(self, source, target, size)
+
+    with jct.StepManager(tmp_path, frozen="base/**") as manager:
+        for step in range(1, 4):
+            save(manager, step, state_of(kept, step))
+        shutil.rmtree(manager.path(3))
+        monkeypatch.setattr(LocalBackend, "clone", waiting)
+        expected = state_of({name: np.array(each) for name, each in kept.items()}, 4)
+        manager.save(4, {"state": state_of(kept, 4)})
+        kept = {**kept, "w1": add(kept["w1"])}
+        is_donated.set()
+        if is_on_accelerator:
+            with pytest.raises(StorageError, match="'base/w1'"):
+                manager.wait()
+        else:
+            manager.wait()
+            check(tmp_path, 4, expected)
+        save(manager, 5, state_of(kept, 5))
+    assert jct.StepManager(tmp_path).steps == ([1, 2, 5] if is_on_accelerator else [1, 2, 4, 5])
+    check(tmp_path, 5, state_of(kept, 5))
 
 
 def test_file_behind_a_symbolic_link_is_written_again(tmp_path: Path) -> None:
