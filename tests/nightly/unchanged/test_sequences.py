@@ -39,7 +39,7 @@ def test_symbolic_link_to_another_step_is_detected(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(LocalBackend, "clone", clone)
     problems, _ = campaign(SEQUENCES // 4, 0, tmp_path, Deletions)
-    assert len(problems) > SEQUENCES // 8
+    assert len(problems) > 1
 
 
 def test_deletion_that_empties_files_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
