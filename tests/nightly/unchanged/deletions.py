@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import random
 import shutil
 from collections.abc import Sequence as Many
@@ -63,6 +64,10 @@ class Deletions(Sequence):
         """The steps that must be there, lowest first."""
         return sorted(self.saved.keys() - self.policy.going)
 
+    def there(self) -> list[int]:
+        """The steps on the disk: also those that the policy does not keep, but whose deletion had to wait."""
+        return sorted(int(path.name[-10:]) for path in self.folder.glob("step-*"))
+
     def save(self) -> None:
         """Save; that may fail where the file to take over was removed by hand, and its array donated meanwhile."""
         try:
@@ -104,10 +109,10 @@ class Deletions(Sequence):
 
     def prune(self) -> None:
         self.manager.close()  # which may delete
-        if staying := self.staying():
-            count = self.chance.randint(1, len(staying))
+        if there := self.there():
+            count = self.chance.randint(1, len(there))
             printed("prune", self.folder, "--keep-latest", count, "--yes")
-            self.policy.going.update(staying[:-count])
+            self.policy.going.update(there[:-count])
         self.resume()
 
     def move(self) -> None:
@@ -131,20 +136,20 @@ class Deletions(Sequence):
         """Verify and load every step, once all deletions have ended."""
         self.manager.close()
         self.compare()
-        there = sorted([*self.folder.glob("step-*"), *self.moved.glob("step-*")])
-        for path in there:
+        for path in [*self.folder.glob("step-*"), *self.moved.glob("step-*")]:
             step = int(path.name[-10:])
             assert jct.verify(path).ok, f"step {step} is damaged"
             assert self.bytes_of(jct.load(path)) == self.saved[step], f"step {step} has other values"
-        assert {int(path.name[-10:]) for path in self.folder.glob("step-*")} == {*self.staying()}, "not all are deleted"
+        assert self.there() == self.staying(), "not all are deleted"
 
 
 def files_below(folder: Path) -> dict[Path, bytes]:
     """The contents of all files, without those that are deleted meanwhile."""
     found = dict[Path, bytes]()
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-            found[path] = path.read_bytes()
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            with contextlib.suppress(FileNotFoundError):
+                found[path] = path.read_bytes()
     return found
 
 
