@@ -19,6 +19,7 @@ MIB = 1 << 20
 CASES = [("fsdp", processes, 1000) for processes in (64, 256, 1000, 4000, 16_000, 64_000)]
 CASES += [("fsdp", processes, 10_000) for processes in (64, 256, 1000)]
 CASES += [(layout, n, 1000) for layout in ("fsdp-tp", "hsdp", "replicated") for n in (64, 1000, 16_000, 64_000)]
+INDEXED = [(layout, processes, 1000) for layout in ("fsdp", "fsdp-tp") for processes in (1000, 16_000, 100_000)]
 CASES += [("hsdp", 100_000, 1000), ("replicated", 100_000, 1000)]
 QUICK = [("fsdp", 64, 100), ("hsdp", 256, 100), ("fsdp", 1000, 100)]
 CLIENTS = (4, 16, 64, 256)
@@ -34,11 +35,11 @@ def table(headings: Sequence[str], rows: Rows) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows), ""])
 
 
-def planned(cases: Sequence[tuple[str, int, int]]) -> list[dict[str, Any]]:
+def planned(cases: Sequence[tuple[str, int, int]], module: str = "scale_case") -> list[dict[str, Any]]:
     """The figures of all cases, each from a process of its own."""
     found = []
     for case in cases:
-        command = [sys.executable, "-m", "benchmarks.scale_case", *map(str, case)]
+        command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, case)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         found.append({"layout": case[0], **json.loads(done.stdout)})
         print(f"{' '.join(map(str, case))}: done", file=sys.stderr)
@@ -105,6 +106,28 @@ def of_reader(figures: Sequence[dict[str, Any]]) -> str:
     return table(headings, rows)
 
 
+def of_index_files(figures: Sequence[dict[str, Any]]) -> str:
+    """What process 0 does in a save with index files, and what each process does in a load."""
+    headings = ["layout", "processes", "arrays", "process 0: CPU, s", "memory, MiB", "MB received", "manifest, KB"]
+    headings += ["a reader: seconds", "memory, MiB", "index files", "KB read", "KB needed"]
+    rows = (
+        [
+            *_case(each),
+            f"{each['process_0_s']:.2f}",
+            f"{each['process_0_bytes'] / MIB:,.0f}",
+            f"{each['process_0_received_bytes'] / 1e6:,.1f}",
+            f"{each['manifest_bytes'] / 1e3:,.0f}",
+            f"{each['reader_s']:.2f}",
+            f"{each['reader_peak_bytes'] / MIB:,.0f}",
+            f"{each['index_files_read']}",
+            f"{each['index_bytes_read'] / 1e3:,.1f}",
+            f"{each['index_bytes_needed'] / 1e3:,.1f}",
+        ]
+        for each in figures
+    )
+    return table(headings, rows)
+
+
 def of_storage() -> str:
     """What whole saves ask of the storage."""
 
@@ -159,7 +182,8 @@ def main() -> None:
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
-    for text in (of_each(figures), of_process_0(figures), of_reader(figures), of_storage()):
+    indexed = planned(QUICK[:1] if options.quick else INDEXED, "scale_indexes")
+    for text in (*(of(figures) for of in (of_each, of_process_0, of_reader)), of_index_files(indexed), of_storage()):
         print(text)
     for text in () if options.quick else (*of_single_calls(), *of_many(CLIENTS)):
         print(text)

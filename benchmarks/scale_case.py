@@ -124,11 +124,6 @@ def run_case(layout: str, processes: int, arrays: int, samples: int = 5) -> dict
 
 def meet(values: Sequence[bytes], state: PlannedState, *, is_merged: bool) -> dict[str, float | int]:
     """All processes give their index; process 0 makes a manifest of them, which a process reads again."""
-    all_values = CountedValues(waits=False)
-    views = [all_values.of(process) for process in range(len(values))]
-    jobs = [ManyProcesses(view, process, len(values)) for process, view in enumerate(views)]
-    for view, job, value in zip(views[1:], jobs[1:], values[1:], strict=True):
-        give(job, view, value)
     manifest: list[bytes] = []
 
     def merge(values: Sequence[bytes]) -> bytes:
@@ -136,18 +131,28 @@ def meet(values: Sequence[bytes], state: PlannedState, *, is_merged: bool) -> di
             manifest.append(manifest_of(state, values))
         return b"done"
 
-    meter = ResidentMeter()
-    _, seconds = timed(lambda: jobs[0].exchange("saving", lambda: values[0], merge))
-    peak = meter.read()
-    figures = {"process_0_s": seconds, "process_0_peak_bytes": peak.peak - peak.before, "process_0_bytes": peak.peak}
-    figures |= {f"each_{name}": count for name, count in asked(views[1].asked).items()}
-    figures |= {f"process_0_{name}": count for name, count in asked(views[0].asked).items()}
+    figures = exchanged(values, merge)
     if not manifest:
         return figures
     figures["manifest_bytes"] = len(manifest[0])
     if len(manifest[0]) <= MAX_MANIFEST_BYTES:
         figures |= read(manifest.pop(), state)
     return figures
+
+
+def exchanged(values: Sequence[bytes], merge: Callable[[Sequence[bytes]], bytes]) -> dict[str, float | int]:
+    """What it takes process 0 to receive the values of all processes and to merge them."""
+    all_values = CountedValues(waits=False)
+    views = [all_values.of(process) for process in range(len(values))]
+    jobs = [ManyProcesses(view, process, len(values)) for process, view in enumerate(views)]
+    for view, job, value in zip(views[1:], jobs[1:], values[1:], strict=True):
+        give(job, view, value)
+    meter = ResidentMeter()
+    _, seconds = timed(lambda: jobs[0].exchange("saving", lambda: values[0], merge))
+    peak = meter.read()
+    figures = {"process_0_s": seconds, "process_0_peak_bytes": peak.peak - peak.before, "process_0_bytes": peak.peak}
+    figures |= {f"each_{name}": count for name, count in asked(views[1].asked).items()}
+    return figures | {f"process_0_{name}": count for name, count in asked(views[0].asked).items()}
 
 
 def give(job: ManyProcesses, view: ValuesOfProcess, value: bytes) -> None:

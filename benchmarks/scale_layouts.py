@@ -15,19 +15,26 @@ GROUP = 64
 """How many processes at most hold one replica in layout "hsdp"."""
 TENSOR = 8
 """Over how many processes the second axis is cut in layout "fsdp-tp"."""
-# What one layer has, times 64,000 = 2^9 x 125, which all numbers of processes divide that are measured.
-SHAPES: Sequence[tuple[int, ...]] = (
-    (64_000, 512),
-    (512, 64_000),
-    (64_000, 8, 64),
-    (64_000, 512),
-    (64_000, 1024),
-    (1024, 64_000),
-    (128_000, 256),
-    (64_000,),
-    (4095,),  # no axis divides: every process has it
-    (33,),
-)
+# The long axis of arrays: 2^9 x 125, which most numbers of processes divide that are measured, or 2^5 x 3,125.
+LENGTH, OTHER_LENGTH = 64_000, 100_000
+
+
+def shapes(length: int) -> Sequence[tuple[int, ...]]:
+    """What one layer has; no number of processes divides the last two, so every process has them."""
+    return (
+        (length, 512),
+        (512, length),
+        (length, 8, 64),
+        (length, 512),
+        (length, 1024),
+        (1024, length),
+        (2 * length, 256),
+        (length,),
+        (4095,),
+        (33,),
+    )
+
+
 LAYOUTS = ("fsdp", "fsdp-tp", "hsdp", "replicated")
 
 
@@ -56,7 +63,8 @@ def planned_state(layout: str, processes: int, arrays: int) -> PlannedState:
     - "hsdp": as "fsdp" over groups of about 64 processes, each of which holds all.
     - "replicated": every process holds all.
     """
-    group = next(size for size in range(min(GROUP, processes), 0, -1) if processes % size == SHAPES[0][0] % size == 0)
+    length = LENGTH if LENGTH % processes == 0 or processes % LENGTH == 0 else OTHER_LENGTH
+    group = next(size for size in range(min(GROUP, processes), 0, -1) if processes % size == length % size == 0)
     axes, sizes = {
         "fsdp": (("fsdp",), (processes,)),
         "fsdp-tp": (("fsdp", "tensor"), (processes // TENSOR, TENSOR)),
@@ -66,7 +74,7 @@ def planned_state(layout: str, processes: int, arrays: int) -> PlannedState:
     extent = dict(zip(axes, sizes, strict=True))
     named = []
     for number in range(arrays):
-        shape = SHAPES[number % len(SHAPES)]
+        shape = shapes(length)[number % len(shapes(length))]
         named.append(PlannedArray(f"params/layer_{number:05d}/kernel", shape, _cuts(shape, extent)))
     return PlannedState(np.arange(processes).reshape(sizes), axes, named)
 

@@ -77,6 +77,8 @@ def transformed(source: Opened, operations: Sequence[Operation]) -> Opened:
 def use_source(backend: Backend, path: str, use: Callable[[Opened], T], settings: StoreSettings) -> T:
     """Open the checkpoint at a path and call `use` with it; repeat this if another checkpoint replaces it meanwhile.
 
+    If it has index files, they have not been read.
+
     It may be of this package, or of Orbax, PyTorch, safetensors or Flax. Raises NotACheckpointError if there is no
     checkpoint of a known format, otherwise as `open_committed` and `open_found`, and what `use` raises.
     """
@@ -89,7 +91,7 @@ def use_source(backend: Backend, path: str, use: Callable[[Opened], T], settings
         return use(Opened(OURS, backend, committed, settings))
 
     try:
-        return use_committed(backend, path, use_ours)
+        return use_committed(backend, path, use_ours, is_complete=False)
     except NotACheckpointError:
         if seen:
             raise
@@ -338,7 +340,7 @@ def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyRe
         return report
 
     try:
-        return use_committed(backend, there, verify_or_raise)
+        return use_committed(backend, there, verify_or_raise, is_complete=False)
     except _DamagedError as error:
         return error.report
     except CorruptCheckpointError as error:  # the manifest is damaged

@@ -582,7 +582,7 @@ class StepManager:
         restore = RunRestore(self._run, self._job_sync, targets, self.settings, progress)
         with polling(progress):
             results, self.restored_step = restore.restore(step, warns=not roll_back)
-        self._unchanged.restored(restore.committed, self._job_sync.job.process, self.settings)
+        self._unchanged.restored(self._run.backend, restore.committed, self._job_sync.job.process, self.settings)
         return results
 
     def load(

@@ -143,6 +143,9 @@ class StoreSettings:
             everything that it needs, and none waits for another. "auto": as True if the job would otherwise read
             clearly more than the checkpoint contains (by a fiftieth and by 64 MiB). If processes on one machine cannot
             share memory, for example in containers, each one reads through the page cache instead.
+        index_files: whether each process of a job writes the list of its parts of arrays to a file of its own, instead
+            of sending it to process 0. Then a process that loads reads only the lists that it needs. "auto": if there
+            are more than 100,000 parts, and more than 16 for each process.
         barrier_timeout_s: in a multi-process job, the time to wait for another process that makes no progress or is
             gone. The save or load then fails in all processes.
         colocated: whether the hosts of the devices save and load the arrays, through JAX's Colocated Python, instead of
@@ -166,6 +169,7 @@ class StoreSettings:
     nonfinite: NonFinite = "allow"
     scrub_bytes_per_s: Annotated[int, whole(0, _MOST)] = 0
     read_once: bool | Literal["auto"] = "auto"
+    index_files: bool | Literal["auto"] = "auto"
     barrier_timeout_s: Annotated[float, seconds] = 300.0
     colocated: Colocated = "auto"
     object_store: Annotated[ObjectStoreSettings, check_object_store] = ObjectStoreSettings()

@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import functools
 import os
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,11 +46,22 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.backends.local import temporary_folder
 from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.index_files import (
+    SEED_BYTES,
+    ArrayGroups,
+    divided_index,
+    encode_index_file,
+    encode_tables,
+    folder_of,
+    index_name,
+)
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     FORMAT,
     FORMAT_VERSION,
+    INDEXED_VERSION,
     FileRecord,
+    IndexRecord,
     Manifest,
     PartRecord,
     SegmentRecord,
@@ -57,6 +69,7 @@ from jaxckpt_train.store.manifest import (
     digest_function,
 )
 from jaxckpt_train.store.process_index import (
+    IndexSummary,
     PartIndex,
     ProcessIndex,
     decode_index,
@@ -79,6 +92,8 @@ from jaxckpt_train.store.writer import WrittenArrays, write_arrays
 T = TypeVar("T")
 _DIFFERS = b"differs"
 _NO_INDEX = part_index()  # a single process needs no index of what it has written
+MANY_PARTS, MANY_PARTS_EACH = 100_000, 16
+"""With more parts of arrays than this, and more than this for each process, each process writes an index file."""
 
 
 class SaveTarget(Protocol):
@@ -134,15 +149,25 @@ class PathTarget:
 
 
 class _Coming(msgspec.Struct):
-    """What a process is about to save. `owners` maps arrays to the process whose devices hold them completely."""
+    """What a process is about to save. `owners` maps arrays to the process whose devices hold them completely.
+
+    Attributes:
+        chunks: how many parts of arrays it writes.
+        groups: a digest of the groups of arrays for index files.
+    """
 
     subject: bytes
     own_values: dict[str, str]
     owners: dict[str, int]
+    chunks: int
+    groups: bytes
 
 
 class _Begun(msgspec.Struct):
-    """The attempt. `shared` names the checkpointables with equal own values; `owners` is that of all processes."""
+    """The attempt. `shared` names the checkpointables with equal own values; `owners` is that of all processes.
+
+    `seed` is that of the weights of boxes in index files; empty: there are none.
+    """
 
     directory: bytes
     final: bytes
@@ -150,6 +175,7 @@ class _Begun(msgspec.Struct):
     shared: tuple[str, ...]
     owners: dict[str, int]
     writes_everything: bool
+    seed: bytes
 
 
 class _Done(msgspec.Struct):
@@ -190,6 +216,7 @@ class CheckpointSave:
         # What this process has written; the chunks of arrays are only here if no index of another process is merged.
         self._unchanged, self._written = unchanged, dict[str, tuple[int, WrittenArrays]]()
         self._records: list[PartRecord] = []
+        self._index_seed, self._divided = b"", list[PartIndex]()  # what goes into an index file, of each part
         self._segments: list[SegmentRecord] = []
         self._committed: Committed | None = None
 
@@ -267,7 +294,7 @@ class CheckpointSave:
         answer = self._job.exchange(self._beginning, self._coming, begin, self.tracker.sign)
         begun = msgspec.msgpack.decode(answer, type=_Begun)
         self._directory, self._final = os.fsdecode(begun.directory), os.fsdecode(begun.final)
-        self._shared = frozenset(begun.shared)
+        self._shared, self._index_seed = frozenset(begun.shared), begun.seed
         if begun.writes_everything and self._unchanged is not None:
             self._unchanged.forget()
         return begun
@@ -280,7 +307,10 @@ class CheckpointSave:
             if part.snapshot is not None
             for number, process in part.snapshot.owners.items()
         }
-        return msgspec.msgpack.encode(_Coming(os.fsencode(self.subject), own_values, owners))
+        arrays = [() if part.snapshot is None else part.snapshot.arrays for part in self.parts]
+        chunks = sum(len(array.chunks) for own in arrays for array in own)
+        groups = b"" if self._is_single_process else ArrayGroups(arrays).digest()
+        return msgspec.msgpack.encode(_Coming(os.fsencode(self.subject), own_values, owners, chunks, groups))
 
     def _begin_attempt(self, target: SaveTarget, values: Sequence[bytes]) -> bytes:
         """In the primary: create the attempt if all processes save the same."""
@@ -299,7 +329,17 @@ class CheckpointSave:
         paths = os.fsencode(transaction.directory), os.fsencode(transaction.committed_at)
         owners = {name: owner for each in coming for name, owner in each.owners.items()}
         info, everything = msgspec.json.encode(target.info), target.writes_everything()
-        return msgspec.msgpack.encode(_Begun(*paths, info, shared, owners, everything))
+        seed = secrets.token_bytes(SEED_BYTES) if self._writes_index_files(coming) else b""
+        return msgspec.msgpack.encode(_Begun(*paths, info, shared, owners, everything, seed))
+
+    def _writes_index_files(self, coming: Sequence[_Coming]) -> bool:
+        """Whether each process writes an index file. Readers must form the same groups of arrays as all writers."""
+        has_arrays = any(part.snapshot is not None and part.snapshot.arrays for part in self.parts)
+        if self._is_single_process or not has_arrays or any(each.groups != coming[0].groups for each in coming):
+            return False
+        if self._settings.index_files != "auto":
+            return self._settings.index_files
+        return sum(each.chunks for each in coming) > max(MANY_PARTS, MANY_PARTS_EACH * self._job.processes)
 
     def _own(self, owners: Mapping[str, int]) -> None:
         for part in self.parts:
@@ -330,12 +370,22 @@ class CheckpointSave:
                 progress=self._progress,
                 process=self._job.process,
                 known=NOTHING_KNOWN if self._unchanged is None else self._unchanged.known(part),
+                whole_apart=bool(self._index_seed),
             )
             indexes.append(self._record_arrays(part, part.snapshot, written))
         self.times.write_s = time.perf_counter() - started
         if self._is_single_process:
             return b""
-        return encode_index(ProcessIndex(self._comparison.of_all(self.parts), tuple(indexes), self.times.taken_bytes))
+        alike, taken_bytes = self._comparison.of_all(self.parts), self.times.taken_bytes
+        summary = self._write_index_file() if self._index_seed else None
+        return encode_index(ProcessIndex(alike, tuple(indexes), taken_bytes, summary))
+
+    def _write_index_file(self) -> IndexSummary:
+        """Write the list of the parts of arrays that this process has written."""
+        summary, data = encode_index_file(self._records, self._divided, self._index_seed, self._settings.digest)
+        if data:
+            self._write_own_file(index_name(folder_of(self._records), self._job.process), data)
+        return summary
 
     def _refuse_unseen(self) -> None:
         """Raise CheckpointError if this process does not see the directory that the primary has created."""
@@ -351,11 +401,15 @@ class CheckpointSave:
                 "it; all processes of a job must save to one directory on shared storage"
             ) from error
 
-    def _refuse_missing(self, segments: Sequence[SegmentRecord], parts: Sequence[PartRecord]) -> None:
+    def _refuse_missing(
+        self, segments: Sequence[SegmentRecord], parts: Sequence[PartRecord], indexes: Sequence[ProcessIndex]
+    ) -> None:
         """In the primary: raise CheckpointError if it does not see the objects that the other processes have put."""
         if not is_url(self._directory):  # where they have seen the directory
             return
         wanted = {each.file for each in segments} | {file.file for part in parts for file in part.files}
+        with_file = [process for process, each in enumerate(indexes) if each.summary is not None and each.summary.size]
+        wanted |= {index_name(folder_of(parts), process) for process in with_file}
         folders = {name.rpartition("/")[0] for name in wanted}
         there = {f"{each}/{entry.name}" for each in folders for entry in self._listed(f"{self._directory}/{each}")}
         if missing := sorted(wanted - there):
@@ -380,6 +434,7 @@ class CheckpointSave:
             part.own_files.write(Path(self._directory, part.name))
         recorded = files if self._is_single_process else ()
         self._records.append(PartRecord(part.name, part.kind, (), recorded, msgspec.Raw(b"null")))
+        self._divided.append(_NO_INDEX)
         return part_index(files=files)
 
     def _upload_own_files(self, part: StagedPart, own_files: OwnFiles) -> tuple[FileRecord, ...]:
@@ -412,7 +467,11 @@ class CheckpointSave:
         else:
             self._comparison.add_local(part, written)
             chunks = {number: array.chunks for number, array in enumerate(arrays) if array.chunks}
-            index = part_index(written.segments, chunks)
+            if self._index_seed:
+                index, divided = divided_index(written.segments, chunks, arrays)
+                self._divided.append(divided)
+            else:
+                index = part_index(written.segments, chunks)
             arrays = tuple(msgspec.structs.replace(array, chunks=()) for array in arrays)
         self._records.append(PartRecord(part.name, part.kind, arrays, (), encode_tree(taken.record)))
         return index
@@ -422,11 +481,14 @@ class CheckpointSave:
         if self._is_common(part):
             return ()
         assert part.value is not None
+        return (self._write_own_file(value_file(part.name, self._job.process), part.value),)
+
+    def _write_own_file(self, name: str, data: bytes) -> FileRecord:
         attempt = self.transaction or Attempt(self._backend, self._directory, self._settings)
-        record = attempt.write_file(value_file(part.name, self._job.process), part.value)
+        record = attempt.write_file(name, data)
         if attempt is not self.transaction:  # the transaction syncs when it commits
             attempt.sync()
-        return (record,)
+        return record
 
     def _is_common(self, part: StagedPart) -> bool:
         """Whether the primary writes the value of a part, if it has one, for all processes."""
@@ -442,14 +504,17 @@ class CheckpointSave:
         transaction = self.transaction
         assert transaction is not None
         started = time.perf_counter()
-        segments, parts = self._segments, self._records
+        segments, parts, index = self._segments, self._records, None
         if not self._is_single_process:
             indexes = [decode_index(value) for value in values]
             if any(index.alike != indexes[0].alike for index in indexes):
                 return _DIFFERS
             segments, parts = merge_indexes(self._records, indexes)
             self.times.taken_bytes = sum(index.taken_bytes for index in indexes)
-            self._refuse_missing(segments, parts)
+            index = self._write_tables(
+                transaction, parts, [each.summary for each in indexes if each.summary is not None]
+            )
+            self._refuse_missing(segments, parts, indexes)
         for number, part in enumerate(self.parts):
             self._progress(0)
             if part.own_files is not None:
@@ -462,7 +527,7 @@ class CheckpointSave:
                 file = transaction.write_file(value_file(part.name), part.value)
                 parts[number] = msgspec.structs.replace(parts[number], files=(file,))
         taken = {"taken_bytes": self.times.taken_bytes} if self.times.taken_bytes else {}
-        manifest = self._manifest({**target.info, **taken}, segments, parts)
+        manifest = self._manifest({**target.info, **taken}, segments, parts, index)
         begun = time.perf_counter()
         self.times.write_s += begun - started
         self._committed = committed = transaction.commit(manifest, replace=target.replace)
@@ -477,11 +542,26 @@ class CheckpointSave:
         manifest = self._manifest(msgspec.json.decode(begun.info), (), self._records)
         return Committed(self._final, manifest, message.sha256, message.bytes)
 
+    def _write_tables(
+        self, transaction: Transaction, parts: Sequence[PartRecord], summaries: Sequence[IndexSummary]
+    ) -> IndexRecord | None:
+        """In the primary: write the list of the index files, if there are any."""
+        found = encode_tables(parts, summaries, self._index_seed, self._settings.digest) if summaries else None
+        if found is None:
+            return None
+        transaction.write_file(found[0].file, found[1])
+        return found[0]
+
     def _manifest(
-        self, info: Mapping[str, Any], segments: Sequence[SegmentRecord], parts: Sequence[PartRecord]
+        self,
+        info: Mapping[str, Any],
+        segments: Sequence[SegmentRecord],
+        parts: Sequence[PartRecord],
+        index: IndexRecord | None = None,
     ) -> Manifest:
         digest = self._settings.digest
-        return Manifest(FORMAT, FORMAT_VERSION, digest, BLOCK_BYTES, tuple(segments), tuple(parts), dict(info))
+        version = FORMAT_VERSION if index is None else INDEXED_VERSION
+        return Manifest(FORMAT, version, digest, BLOCK_BYTES, tuple(segments), tuple(parts), dict(info), index)
 
 
 def _without_repetitions(name: str, files: Sequence[FileRecord]) -> tuple[FileRecord, ...]:

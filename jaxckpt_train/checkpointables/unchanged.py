@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from jaxckpt_train.checkpointables.staging import StagedPart
+from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.pytree.identity import LastSaved, LeafIdentities
 from jaxckpt_train.pytree.leaves import idle_pattern, leaf_filter
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.backends.base import Opener
+from jaxckpt_train.store.committed import Committed, with_chunks_of
 from jaxckpt_train.store.manifest import BLOCK_BYTES
 from jaxckpt_train.store.reuse import Unchanged, WrittenBefore, steady_arrays
 from jaxckpt_train.store.writer import WrittenArrays, segment_prefix
@@ -75,10 +77,15 @@ class UnchangedLeaves:
                 )
         self._last = last
 
-    def restored(self, committed: Committed | None, process: int, settings: StoreSettings) -> None:
+    def restored(self, files: Opener, committed: Committed | None, process: int, settings: StoreSettings) -> None:
         """Remember what a process of this number wrote of the checkpoint from which the run continues."""
         self._last = {}
         if committed is None:
+            return
+        try:
+            committed = with_chunks_of(files, committed, process)
+        except CheckpointError as error:  # the next save writes everything
+            _log.warning("what has not changed since %s will be written again: %s", committed.directory, error)
             return
         manifest, nothing = committed.manifest, LeafIdentities((), ())
         if (manifest.digest, manifest.block_bytes) != (settings.digest, BLOCK_BYTES):

@@ -35,7 +35,7 @@ from jaxckpt_train.store.backends.base import GONE, Backend, is_storage_failure
 from jaxckpt_train.store.backends.local_names import real_path
 from jaxckpt_train.store.committed import RECORD_NAME, diagnose_uncommitted, is_gone, open_committed, read_committed
 from jaxckpt_train.store.files import is_file, open_recorded
-from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord
+from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord, IndexRecord
 from jaxckpt_train.store.segment import DTYPES
 from jaxckpt_train.store.threads import shared_workers
 from jaxckpt_train.store.verify import first_damage
@@ -144,6 +144,7 @@ class _Sizes(msgspec.Struct):
     segments: list[tuple[str, int, int, str]]
     parts: list[_PartSizes]
     info: _Taken
+    index: IndexRecord | None = None
 
 
 def _data_bytes(backend: Backend, directory: str) -> tuple[int, int]:
@@ -158,7 +159,8 @@ def _data_bytes(backend: Backend, directory: str) -> tuple[int, int]:
             f"{directory}: expected a valid manifest, found something else: {error}"
         ) from error
     files = sum(file[1] for part in sizes.parts for file in part.files)
-    return sum(segment[1] for segment in sizes.segments) + files, sizes.info.taken_bytes
+    in_index_files = 0 if sizes.index is None else sizes.index.data_bytes
+    return sum(segment[1] for segment in sizes.segments) + files + in_index_files, sizes.info.taken_bytes
 
 
 def _uncommitted_steps(backend: Backend, directory: str, known: set[str]) -> list[StepStatus]:

@@ -46,7 +46,7 @@ from jaxckpt_train.pytree.placing import (
     value_of,
     weakly_typed,
 )
-from jaxckpt_train.pytree.shared_reads import JointRead, ReadSelection, select_shared
+from jaxckpt_train.pytree.shared_reads import JointRead, ReadSelection, read_index_files, select_shared
 from jaxckpt_train.pytree.target import (
     Comparison,
     LeafRequest,
@@ -138,6 +138,7 @@ class TreeRestore:
     def __init__(self, files: Opener, committed: Committed, part: PartRecord, settings: StoreSettings) -> None:
         self._files, self._committed, self._settings = files, committed, settings
         self._subject = f"{committed.directory}: {part.name}"
+        self._part = part.name
         self.record: TreeRecord = decode_tree(part, committed.directory)
         self._arrays = {array.name: array for array in part.arrays}
 
@@ -285,7 +286,10 @@ class TreeRestore:
             for name, request in requests.items()
             if not isinstance(self.record.leaves[saved_names[name]], STORED)
         }
-        arrays = self._read_on_hosts(arrays, values, progress)
+        arrays, committed, alone = read_index_files(
+            arrays, self._part, loads.coordinator, self._files, self._committed, self._settings
+        )
+        arrays = self._read_on_hosts(committed, arrays, values, progress)
         if not arrays:
             return values
         budget = ReadBudget(self._settings.read_budget_bytes)
@@ -300,21 +304,20 @@ class TreeRestore:
         ]
         shared, cached, memory = ReadSelection()
         if loads.coordinator is not None:
-            shared, cached, memory = select_shared(arrays, loads.coordinator, self._settings, self._committed)
+            shared, cached, memory = select_shared(arrays, loads.coordinator, self._settings, committed, alone)
         left = sorted(set(range(len(wanted))) - {each.number for each in shared} - {*cached})
         # `partial`, not a closure: a closure would stay in the frames of an error, with all that is loaded.
-        read_alone = functools.partial(self._read_alone, wanted, cached, left, placer, budget)
+        read_alone = functools.partial(self._read_alone, committed, wanted, cached, left, placer, budget)
         if not shared or loads.coordinator is None:
             read_alone(progress)
             return values
-        joint = JointRead(
-            loads.coordinator, self._files, self._committed, self._subject, self._settings, progress, memory
-        )
+        joint = JointRead(loads.coordinator, self._files, committed, self._subject, self._settings, progress, memory)
         joint.run(shared, placer.take, read_alone)
         return values
 
     def _read_alone(
         self,
+        committed: Committed,
         wanted: Sequence[Wanted],
         cached: Sequence[int],
         left: Sequence[int],
@@ -329,7 +332,7 @@ class TreeRestore:
             if not numbers:
                 continue
             chosen = [wanted[number] for number in numbers]
-            reading = iter_boxes(self._files, self._committed, chosen, settings, progress, budget)
+            reading = iter_boxes(self._files, committed, chosen, settings, progress, budget)
             with contextlib.closing(reading) as boxes:
                 for number, box, data in boxes:
                     placer.take(ReadBox(numbers[number], box, data))
@@ -337,7 +340,11 @@ class TreeRestore:
         placer.finish()
 
     def _read_on_hosts(
-        self, arrays: Sequence[ArrayLoad], values: dict[str, Any], progress: ReadProgress | None
+        self,
+        committed: Committed,
+        arrays: Sequence[ArrayLoad],
+        values: dict[str, Any],
+        progress: ReadProgress | None,
     ) -> Sequence[ArrayLoad]:
         """Let other hosts of this single controller read what goes to their devices; return the remaining arrays."""
         there, rest = list[ArrayLoad](), list[ArrayLoad]()
@@ -346,7 +353,7 @@ class TreeRestore:
             is_there = sharding is not None and runs_on_hosts(sharding, self._settings.colocated)
             (there if is_there else rest).append(each)
         if there:
-            found = HostReads(self._files, self._committed, self._settings, there).load(progress)
+            found = HostReads(self._files, committed, self._settings, there).load(progress)
             for each, array in zip(there, found, strict=True):
                 values[each.name] = weakly_typed(each.name, array) if each.request.weak else array
         return rest

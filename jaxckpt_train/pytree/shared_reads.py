@@ -7,11 +7,14 @@ one machine, else over devices.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
+import itertools
+import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -43,11 +46,14 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.buffers import aligned_buffer
-from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.committed import Committed, index_files
+from jaxckpt_train.store.index_files import IndexFile, IndexFiles, WantedBoxes
 from jaxckpt_train.store.manifest import ArrayRecord, Manifest
+from jaxckpt_train.store.process_index import packed, unpacked
 from jaxckpt_train.store.read_plan import Wanted, is_read_by_bands, plan_reads
 from jaxckpt_train.store.reader import ReadBox, ReadProgress
 from jaxckpt_train.store.threads import check_interrupt, interruptible
+from jaxckpt_train.store.timeouts import time_limited
 
 LEAST_WINDOW_BYTES = 16 * LEAST_ROW_BYTES
 # An array goes to all processes if they need less than this each: taking it apart would take longer.
@@ -59,6 +65,8 @@ GRACE_S = 30.0  # additional time limit of a transfer: a process that is lost is
 NOTICEABLE, WORTH_BYTES = 50, 64 << 20
 LEAST_SAMPLE = 16  # in a large job, the processes for which reads of an array are planned
 CLEARLY = 1.5  # an array that is read so often is read repeatedly, whatever further plans say
+REPEATED = 1.5  # index files that are read so often on average are read once
+MOST_TOGETHER_BYTES = 64 << 20  # of index files, which go through the key-value store
 UNLIMITED_BYTES = 1 << 60  # the estimate does not depend on the memory of a process
 Redistribution = AllGather | AllToAll
 
@@ -71,10 +79,115 @@ class ReadSelection(NamedTuple):
     memory: ColocatedMemory | None = None  # to be closed; None: what is shared goes over devices
 
 
+class IndexedLoads(NamedTuple):
+    """Arrays with the chunks that the load needs; those with names in `alone` have other chunks in other processes."""
+
+    loads: Sequence[ArrayLoad]
+    committed: Committed
+    alone: frozenset[str] = frozenset()
+
+
+def read_index_files(
+    loads: Sequence[ArrayLoad],
+    part: str,
+    job: Coordinator | None,
+    files: Opener,
+    committed: Committed,
+    settings: StoreSettings,
+) -> IndexedLoads:
+    """Read the index files that list what this process loads of a checkpointable.
+
+    If the processes of a job would read index files repeatedly, each reads some, and all have the chunks of all. Raises
+    CorruptCheckpointError: an index file is damaged.
+    """
+    indexes, wanted = index_files(files, committed), dict[str, list[Box]]()
+    for load in loads:
+        if not load.array.chunks and 0 not in load.array.shape:
+            wanted.setdefault(load.array.name, []).extend(load.placement.boxes)
+    if indexes is None or not wanted:
+        return IndexedLoads(loads, committed)
+    needed = covering_index_files(indexes, part, wanted)
+    together: Sequence[IndexFile] = ()
+    if job is not None and job.processes > 1 and settings.read_once is not False:
+        needs = packed([each.process for each in needed]), packed([each.size for each in needed])
+        give = functools.partial(msgspec.msgpack.encode, needs)
+        merge = functools.partial(_common_index_files, most=1.0 if settings.read_once is True else REPEATED)
+        answer = job.exchange(f"choosing index files of {committed.directory}", give, merge)
+        together = listed_index_files(indexes, unpacked(answer).tolist())
+    if not together or job is None:
+        manifest = _manifest_with(indexes, part, wanted, needed)
+        return _indexed(loads, part, dataclasses.replace(committed, manifest=manifest), frozenset(wanted))
+    mine = together[job.process :: job.processes]
+
+    def read() -> bytes:
+        return msgspec.msgpack.encode(read_some(indexes, mine))
+
+    moved = operator.attrgetter("bytes_read")
+    answer = job.exchange(
+        f"reading index files of {committed.directory}", read, _joined_contents, functools.partial(moved, indexes)
+    )
+    contents = msgspec.msgpack.decode(answer, type=list[tuple[IndexFile, bytes]])
+    manifest = indexes.manifest_with(part, wanted, contents, keeps_all=True)
+    return _indexed(loads, part, dataclasses.replace(committed, manifest=manifest), frozenset())
+
+
+def _indexed(loads: Sequence[ArrayLoad], name: str, committed: Committed, alone: frozenset[str]) -> IndexedLoads:
+    part = committed.manifest.part(name)
+    arrays = {array.name: array for array in (part.arrays if part is not None else ())}
+    return IndexedLoads([each._replace(array=arrays[each.array.name]) for each in loads], committed, alone)
+
+
+@time_limited
+def covering_index_files(indexes: IndexFiles, part: str, wanted: WantedBoxes) -> list[IndexFile]:
+    """As `IndexFiles.covering`, with a time limit."""
+    return indexes.covering(part, wanted)
+
+
+@time_limited
+def read_some(indexes: IndexFiles, entries: Sequence[IndexFile]) -> list[tuple[IndexFile, bytes]]:
+    """As `IndexFiles.read_all`, with a time limit."""
+    return indexes.read_all(entries)
+
+
+@time_limited
+def listed_index_files(indexes: IndexFiles, processes: Collection[int]) -> list[IndexFile]:
+    """The index files of these processes."""
+    chosen = frozenset(processes)
+    return [entry for entry in indexes.all() if entry.process in chosen] if chosen else []
+
+
+@time_limited
+def _manifest_with(indexes: IndexFiles, part: str, wanted: WantedBoxes, entries: Sequence[IndexFile]) -> Manifest:
+    return indexes.manifest_with(part, wanted, indexes.contents(entries))
+
+
+def _common_index_files(values: Sequence[bytes], most: float) -> bytes:
+    """The processes whose index files are read together; none if each would be read at most `most` times."""
+    needs = [msgspec.msgpack.decode(value, type=tuple[bytes, bytes]) for value in values]
+    processes = np.concatenate([unpacked(numbers) for numbers, _ in needs])
+    sizes = np.concatenate([unpacked(each) for _, each in needs])
+    found, first = np.unique(processes, return_index=True)
+    size = int(sizes[first].sum())
+    is_together = int(sizes.sum()) > most * size and size <= MOST_TOGETHER_BYTES
+    return packed(found if is_together else [])
+
+
+def _joined_contents(values: Sequence[bytes]) -> bytes:
+    contents = [msgspec.msgpack.decode(value, type=list[tuple[IndexFile, bytes]]) for value in values]
+    return msgspec.msgpack.encode(sorted(itertools.chain(*contents)))
+
+
 def select_shared(
-    loads: Sequence[ArrayLoad], job: Coordinator, settings: StoreSettings, committed: Committed
+    loads: Sequence[ArrayLoad],
+    job: Coordinator,
+    settings: StoreSettings,
+    committed: Committed,
+    alone: Collection[str] = (),
 ) -> ReadSelection:
-    """Select the arrays of which several processes would otherwise read the same bytes, equally in all processes."""
+    """Select the arrays of which several processes would otherwise read the same bytes, equally in all processes.
+
+    Those in `alone` are not selected.
+    """
     read_once = settings.read_once
     if job.processes == 1 or read_once is False:
         return ReadSelection()
@@ -82,7 +195,7 @@ def select_shared(
     found, stored, repeated = list[SharedArray](), 0, 0
     for number, load in enumerate(loads):
         array, sharding = load.array, load.placement.sharding
-        if sharding is None or not spans_processes(sharding) or not array.chunks:
+        if sharding is None or not spans_processes(sharding) or not array.chunks or array.name in alone:
             continue
         key = array.shape, sharding
         needs = known[key] = known.get(key) or _requirements(*key, job.processes)

@@ -68,7 +68,7 @@ def describe_listed(backend: Backend, directory: str, listed: Sequence[Entry]) -
     """Describe the first of the listed steps; raise StepVanishedError if it no longer exists."""
     path = f"{directory}/{listed[0].name}"
     try:
-        return describe(open_committed(backend, path))
+        return describe(open_committed(backend, path, is_complete=False))
     except (CorruptCheckpointError, NotACheckpointError) as error:
         if not is_gone(backend, path):
             raise
@@ -193,7 +193,7 @@ class RunRestore:
         manifests = set[str]()
 
         def read() -> tuple[dict[str, Any], frozenset[str]]:
-            committed = open_committed(self._run.backend, path)
+            committed = open_committed(self._run.backend, path, is_complete=False)
             manifests.add(committed.manifest_sha256)
             if len(manifests) > 1:
                 raise StepVanishedError(entry.name)
@@ -265,7 +265,7 @@ class RunRestore:
         if chosen.manifest:
             manifest = decode_manifest(chosen.manifest, f"{chosen.directory}/{MANIFEST_NAME}")
             return Committed(chosen.directory, manifest, chosen.sha256)
-        committed = open_committed(self._run.backend, chosen.directory)
+        committed = open_committed(self._run.backend, chosen.directory, is_complete=False)
         if committed.manifest_sha256 != chosen.sha256:
             raise CorruptCheckpointError(f"{chosen.directory}: was replaced during the restore")
         return committed

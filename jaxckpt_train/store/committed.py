@@ -29,6 +29,7 @@ from jaxckpt_train.errors import (
 from jaxckpt_train.store.backends.base import MISSING, Backend, Entry, Opener
 from jaxckpt_train.store.backends.local import side_name
 from jaxckpt_train.store.files import read_or_none
+from jaxckpt_train.store.index_files import IndexFiles
 from jaxckpt_train.store.manifest import (
     COMMIT_NAME,
     MANIFEST_NAME,
@@ -83,7 +84,8 @@ class Committed:
     """A committed checkpoint.
 
     Attributes:
-        manifest: validated. In a process that did not commit it itself, it has no segments and chunks.
+        manifest: validated. In a process that did not commit it itself, it has no segments and chunks. With an index,
+            the parts of arrays are missing; `index_files` has them.
         recorded_bytes: the size of all data, if `manifest` has no segments; else None.
     """
 
@@ -98,6 +100,8 @@ class Committed:
         if self.recorded_bytes is not None:
             return self.recorded_bytes
         segments = sum(segment.bytes for segment in self.manifest.segments)
+        if self.manifest.index is not None:
+            segments += self.manifest.index.data_bytes
         return segments + sum(file.bytes for part in self.manifest.parts for file in part.files)
 
 
@@ -153,8 +157,8 @@ def is_gone(backend: Backend, directory: str) -> bool:
 
 
 @time_limited
-def open_committed(backend: Backend, directory: str) -> Committed:
-    """Read and validate COMMIT and the manifest of a checkpoint.
+def open_committed(backend: Backend, directory: str, *, is_complete: bool = True) -> Committed:
+    """Read and validate COMMIT and the manifest of a checkpoint; if it `is_complete`, with all of its index files.
 
     Raises NotACheckpointError, IncompleteCheckpointError: as `diagnose_uncommitted` returns them;
     CorruptCheckpointError: COMMIT or the manifest is damaged; FormatVersionError: a newer version of this library wrote
@@ -165,7 +169,34 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     if found is None:
         raise diagnose_uncommitted(backend, directory)
     data, sha256 = found
-    return Committed(directory, decode_manifest(data, f"{directory}/{MANIFEST_NAME}"), sha256)
+    committed = Committed(directory, decode_manifest(data, f"{directory}/{MANIFEST_NAME}"), sha256)
+    return completed(backend, committed) if is_complete else committed
+
+
+def index_files(files: Opener, committed: Committed) -> IndexFiles | None:
+    """The index files of a checkpoint; None: it has none, or all of them have been read."""
+    manifest = committed.manifest
+    return None if manifest.index is None else IndexFiles(files, committed.directory, manifest, manifest.index)
+
+
+@time_limited
+def completed(files: Opener, committed: Committed) -> Committed:
+    """The checkpoint with all chunks in its manifest. Raises CorruptCheckpointError: an index file is damaged."""
+    indexes = index_files(files, committed)
+    return committed if indexes is None else dataclasses.replace(committed, manifest=indexes.complete())
+
+
+@time_limited
+def with_chunks_of(files: Opener, committed: Committed, process: int) -> Committed:
+    """The checkpoint with the chunks that a process of this number wrote, if they are in an index file.
+
+    Raises CorruptCheckpointError: an index file is damaged.
+    """
+    indexes = index_files(files, committed)
+    entry = None if indexes is None else next((each for each in indexes.all() if each.process == process), None)
+    if indexes is None or entry is None:
+        return committed
+    return dataclasses.replace(committed, manifest=indexes.manifest_of(entry, indexes.read(entry)))
 
 
 def committed_identity(backend: Backend, directory: str) -> tuple[str, str] | None:
@@ -316,12 +347,12 @@ def _committed_sha256(files: Opener, directory: str) -> str | None:
         return ""
 
 
-def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T]) -> T:
+def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T], *, is_complete: bool = True) -> T:
     """Open a checkpoint and call `use` with it; do so again whenever another checkpoint replaces it meanwhile."""
     seen = None
     while True:
         try:
-            committed = open_committed(backend, directory)
+            committed = open_committed(backend, directory, is_complete=is_complete)
             seen = committed.directory, committed.manifest_sha256
             return use(committed)
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:

@@ -11,7 +11,7 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,6 +36,8 @@ HexDigest = Callable[[memoryview | bytes], str]  # in lower case
 HEX_DIGITS = {"xxh3-128": 32, "sha256": 64, "blake3": 64}
 FORMAT = "jaxckpt"
 FORMAT_VERSION = 1
+INDEXED_VERSION = 2
+"""The version of a manifest with index files; a reader of version 1 would miss their chunks."""
 MANIFEST_NAME = "manifest.json"
 COMMIT_NAME = "COMMIT"
 RESERVED_NAMES = frozenset({MANIFEST_NAME, COMMIT_NAME})
@@ -143,8 +145,28 @@ class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     detail: msgspec.Raw
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything in a checkpoint. `info` is free-form JSON about the run; it never decides how data is read."""
+class IndexRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+    """The index files of the processes (`index_files.py`), and the file with the tables that list them.
+
+    Attributes:
+        file, bytes: the path of the tables below the checkpoint, and its size.
+        root, digest: the offset of the last table, from which all others are found, and its digest.
+        segments, data_bytes: of all segments that the index files list, their number and size.
+    """
+
+    file: str
+    bytes: int
+    root: int
+    digest: str
+    segments: int
+    data_bytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Everything in a checkpoint. `info` is free-form JSON about the run; it never decides how data is read.
+
+    With `index`, arrays with elements that have no chunks here have them in the index files.
+    """
 
     format: str
     format_version: int
@@ -153,6 +175,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     segments: tuple[SegmentRecord, ...]
     parts: tuple[PartRecord, ...]
     info: dict[str, Any]
+    index: IndexRecord | None = None
 
     def part(self, name: str) -> PartRecord | None:
         """The checkpointable with this name, or None."""
@@ -185,9 +208,9 @@ def check_version(data: bytes | bytearray, subject: str) -> None:
         raise CorruptCheckpointError(f"{subject}: not valid: {shown(error)}") from error
     if head.format != FORMAT:
         raise CorruptCheckpointError(f"{subject}: format is {shown(head.format)}, expected {FORMAT!r}")
-    if head.format_version > FORMAT_VERSION:
+    if head.format_version > INDEXED_VERSION:
         raise FormatVersionError(
-            f"{subject}: format version {head.format_version}, but this jaxckpt_train reads up to {FORMAT_VERSION}; "
+            f"{subject}: format version {head.format_version}, but this jaxckpt_train reads up to {INDEXED_VERSION}; "
             "upgrade: pip install -U jaxckpt-train"
         )
     if head.format_version < 1:
@@ -275,6 +298,22 @@ def plain_name_rule() -> str:
 def block_count(length: int, block_bytes: int) -> int:
     """How many digest blocks this number of bytes has."""
     return -(-length // block_bytes)
+
+
+def check_segment(segment: SegmentRecord, width: int, parts: Collection[str], subject: str) -> None:
+    """Raise CorruptCheckpointError: impossible sizes or names; `width` is that of a digest, `parts` are the names."""
+    if not 0 < segment.header_bytes <= segment.bytes < LIMIT or segment.header_bytes > MAX_HEADER_BYTES + 8:
+        raise CorruptCheckpointError(f"{subject}: segment {shown(segment.file)}: impossible sizes")
+    if len(segment.header_digest) != width:
+        raise CorruptCheckpointError(f"{subject}: segment {shown(segment.file)}: invalid header digest")
+    check_file_name(segment.file, parts, subject)
+
+
+def check_file_name(name: str, parts: Collection[str], subject: str) -> None:
+    """Raise CorruptCheckpointError: this is not the name of a plain file below the folder of a checkpointable."""
+    pieces = name.split("/") if len(name) <= _LONGEST_PATH else []
+    if len(pieces) < 2 or pieces[0] not in parts or not all(map(is_plain_name, pieces)):
+        raise CorruptCheckpointError(f"{subject}: {shown(name)} is not a plain file of a checkpointable")
 
 
 class SegmentRoom:
@@ -401,7 +440,7 @@ _Parts = msgspec.defstruct(
 )
 
 
-class _Outline(msgspec.Struct, forbid_unknown_fields=True):
+class _Outline(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     format: str
     format_version: int
     digest: str
@@ -409,6 +448,7 @@ class _Outline(msgspec.Struct, forbid_unknown_fields=True):
     segments: msgspec.Raw
     parts: msgspec.Raw
     info: msgspec.Raw
+    index: IndexRecord | None = None
 
 
 def _size(outline: _Outline) -> int:
@@ -480,6 +520,8 @@ class _Decoding:
         if len(self._part_names) != len(names) or not all(map(is_plain_name, names)):
             some = ", ".join(map(shown, names[:5]))
             raise CorruptCheckpointError(f"{subject}: checkpointable names are not plain or not unique: {some}")
+        if (outline.format_version == INDEXED_VERSION) != (outline.index is not None):
+            raise CorruptCheckpointError(f"{subject}: format version {outline.format_version} contradicts its index")
         self._segments: tuple[SegmentRecord, ...] = ()
         self._room_in_segments = SegmentRoom((), self._width, self._block_bytes)
         self._room = MAX_ARRAYS
@@ -499,31 +541,32 @@ class _Decoding:
         parts = tuple([self._part(part) for part in self._parts])
         files = [segment.file for segment in self._segments]
         files += [file.file for part in parts for file in part.files]
+        if outline.index is not None:
+            self._check_index(outline.index)
+            files.append(outline.index.file)
         if len(set(files)) != len(files):
             raise CorruptCheckpointError(f"{self._subject}: a file appears twice")
         content = (outline.format, outline.format_version, outline.digest, self._block_bytes)
-        return Manifest(*content, self._segments, parts, info)
+        return Manifest(*content, self._segments, parts, info, outline.index)
 
     def _all_segments(self, raw: msgspec.Raw) -> Iterator[SegmentRecord]:
         for segment in elements(raw, _BETWEEN_FILES, _segments, _segment):
-            if not 0 < segment.header_bytes <= segment.bytes < LIMIT or segment.header_bytes > MAX_HEADER_BYTES + 8:
-                raise CorruptCheckpointError(f"{self._subject}: segment {shown(segment.file)}: impossible sizes")
-            if len(segment.header_digest) != self._width:
-                raise CorruptCheckpointError(f"{self._subject}: segment {shown(segment.file)}: invalid header digest")
-            self._check_file_name(segment.file)
+            check_segment(segment, self._width, self._part_names, self._subject)
             yield segment
+
+    def _check_index(self, index: IndexRecord) -> None:
+        if not 0 <= index.root < index.bytes <= MAX_MANIFEST_BYTES or len(index.digest) != self._width:
+            raise CorruptCheckpointError(f"{self._subject}: {shown(index.file)}: impossible sizes or digest")
+        if index.segments < 1 or not 0 < index.data_bytes < LIMIT:
+            raise CorruptCheckpointError(f"{self._subject}: {shown(index.file)}: lists no data")
+        check_file_name(index.file, self._part_names, self._subject)
 
     def _all_files(self, raw: msgspec.Raw) -> Iterator[FileRecord]:
         for file in elements(raw, _BETWEEN_FILES, _files, _file):
             if not 0 <= file.bytes < LIMIT or len(file.digests) != self._digits(file.bytes):
                 raise CorruptCheckpointError(f"{self._subject}: file {shown(file.file)}: impossible size or digest")
-            self._check_file_name(file.file)
+            check_file_name(file.file, self._part_names, self._subject)
             yield file
-
-    def _check_file_name(self, name: str) -> None:
-        pieces = name.split("/") if len(name) <= _LONGEST_PATH else []
-        if len(pieces) < 2 or pieces[0] not in self._part_names or not all(map(is_plain_name, pieces)):
-            raise CorruptCheckpointError(f"{self._subject}: {shown(name)} is not a plain file of a checkpointable")
 
     def _digits(self, length: int) -> int:
         return self._width * block_count(length, self._block_bytes)
@@ -591,6 +634,8 @@ class _Decoding:
         if total == 0:
             if array.chunks:
                 raise CorruptCheckpointError(f"{subject()}: {len(array.chunks)} chunks of an array without elements")
+            return
+        if not array.chunks and self._outline.index is not None:
             return
         if len(array.chunks) > MANY:
             corners = corners_of([chunk.box for chunk in array.chunks], len(shape))

@@ -45,12 +45,12 @@ def _columns_of(chunks: Mapping[int, Sequence[ChunkRecord]]) -> ChunkColumns:
     flat = list(chain.from_iterable(chunks.values()))
     digests = [chunk.digests for chunk in flat]
     return ChunkColumns(
-        _packed(np.repeat(np.array(list(chunks), np.int64), lengths)),
-        _packed(list(chain.from_iterable(chain.from_iterable([chunk.box for chunk in flat])))),
-        _packed([chunk.segment for chunk in flat]),
-        _packed([chunk.offset for chunk in flat]),
-        _packed([chunk.length for chunk in flat]),
-        _packed(np.cumsum(np.array([len(each) // 2 for each in digests], np.int64))),
+        packed(np.repeat(np.array(list(chunks), np.int64), lengths)),
+        packed(list(chain.from_iterable(chain.from_iterable([chunk.box for chunk in flat])))),
+        packed([chunk.segment for chunk in flat]),
+        packed([chunk.offset for chunk in flat]),
+        packed([chunk.length for chunk in flat]),
+        packed(np.cumsum(np.array([len(each) // 2 for each in digests], np.int64))),
         bytes.fromhex("".join(digests)),
     )
 
@@ -100,7 +100,7 @@ def to_boxes(corners: np.ndarray) -> list[Box]:
     return list(zip(*sides, strict=True))
 
 
-def _packed(values: Sequence[int] | np.ndarray) -> bytes:
+def packed(values: Sequence[int] | np.ndarray) -> bytes:
     """Encode numbers from 0 on with as few bytes each as the largest needs."""
     column = np.asarray(values, np.int64)
     most = int(column.max(initial=0))
@@ -108,13 +108,16 @@ def _packed(values: Sequence[int] | np.ndarray) -> bytes:
     return bytes([width]) + column.astype(f"<u{width}").tobytes()
 
 
-def _unpacked(data: bytes) -> np.ndarray:
+def unpacked(data: bytes) -> np.ndarray:
+    """Decode numbers that `packed` has encoded. Raises ValueError: it cannot have encoded this."""
+    if not data or data[0] not in _WIDTHS or (len(data) - 1) % data[0]:
+        raise ValueError("not a column of numbers")
     return np.frombuffer(data, f"<u{data[0]}", offset=1).astype(np.int64)
 
 
 def _joined(columns: Iterable[bytes], first: Sequence[int] | None = None) -> np.ndarray:
     """Concatenate the columns of all processes, after adding each process's first number."""
-    found = [_unpacked(column) for column in columns]
+    found = [unpacked(column) for column in columns]
     for column, more in zip(found, first or (), strict=False):
         column += more
     return np.concatenate(found) if found else np.zeros(0, np.int64)
@@ -137,12 +140,31 @@ def part_index(
     return PartIndex(tuple(segments), _columns_of(chunks or {}), tuple(files))
 
 
+class IndexSummary(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What the primary needs to know of an index file (`index_files.py`); `weights` and `cover` are those of its boxes.
+
+    `groups` is a digest of the groups of arrays. A process without parts of arrays has no file: then `size` is 0.
+    """
+
+    size: int
+    digest: bytes
+    segments: int
+    data_bytes: int
+    groups: bytes
+    weights: bytes
+    cover: bytes
+
+
 class ProcessIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What a process has written of each checkpointable; `alike` is a digest of what must be equal in all processes."""
+    """What a process has written of each checkpointable; `alike` is a digest of what must be equal in all processes.
+
+    With `summary`, the parts of arrays are in an index file, and only whole arrays are here.
+    """
 
     alike: str
     parts: tuple[PartIndex, ...]
     taken_bytes: int = 0  # of segments that were taken over from the checkpoint before
+    summary: IndexSummary | None = None
 
 
 def encode_index(index: ProcessIndex) -> bytes:
@@ -158,7 +180,7 @@ def decode_index(data: bytes) -> ProcessIndex:
 def merge_indexes(
     parts: Sequence[PartRecord], indexes: Sequence[ProcessIndex]
 ) -> tuple[list[SegmentRecord], list[PartRecord]]:
-    """The segments and checkpointables of the whole checkpoint.
+    """The segments and checkpointables of the whole checkpoint, without what is in index files.
 
     Raises UnsupportedLeafError: there are more chunks than a manifest can hold; CheckpointError: they are incomplete.
     """
@@ -169,7 +191,7 @@ def merge_indexes(
         for number, part in enumerate(parts):
             summaries = [index.parts[number] for index in indexes]
             firsts = itertools.accumulate([len(each.segments) for each in summaries], initial=len(segments))
-            merged.append(_merge_part(part, summaries, list(firsts)[:-1]))
+            merged.append(_merge_part(part, summaries, list(firsts)[:-1], has_files=indexes[0].summary is not None))
             segments.extend(segment for each in summaries for segment in each.segments)
     return segments, merged
 
@@ -186,7 +208,9 @@ def _refuse_too_many(indexes: Sequence[ProcessIndex]) -> None:
         )
 
 
-def _merge_part(part: PartRecord, summaries: Sequence[PartIndex], firsts: Sequence[int]) -> PartRecord:
+def _merge_part(
+    part: PartRecord, summaries: Sequence[PartIndex], firsts: Sequence[int], *, has_files: bool
+) -> PartRecord:
     try:
         chunks = MergedChunks([each.chunks for each in summaries], firsts, [len(array.shape) for array in part.arrays])
     except ValueError as error:
@@ -195,6 +219,9 @@ def _merge_part(part: PartRecord, summaries: Sequence[PartIndex], firsts: Sequen
     arrays = []
     for number, array in enumerate(part.arrays):
         corners, columns = chunks.of(number, len(array.shape))
+        if has_files and not len(corners):  # its parts are in index files, or it has no elements
+            arrays.append(array)
+            continue
         cuts = array.shape, len(corners), corners.tobytes()
         if cuts not in known:
             check_corners(corners, array.shape, f"{part.name}: array {array.name!r}")

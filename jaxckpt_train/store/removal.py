@@ -26,6 +26,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -48,7 +49,8 @@ from jaxckpt_train.store.process_identity import is_dead_tag
 
 MAX_LISTED = 5
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY)  # of a rename to a name that something has
-_DATA_FILE = re.compile(r"p[0-9]{5}(-s[0-9]+\.safetensors|\.json)")
+_DATA_FILE = re.compile(r"p[0-9]{5,}(-s[0-9]+\.safetensors|\.json|\.index)|index\.tables")
+_UNNAMED_FILE = re.compile(r"p[0-9]{5,}(-s[0-9]+\.safetensors|\.index)|index\.tables")  # if there are index files
 _FORMAT_PREFIX = f'{{"format":"{FORMAT}"'.encode()  # the first bytes of COMMIT and of the manifest
 _HEAD_BYTES = 4096
 _MAX_UNSIZED_MANIFEST_BYTES = 64 << 20  # the limit for a manifest whose size COMMIT does not state
@@ -76,6 +78,7 @@ class _NamedFiles(msgspec.Struct):
     format: str
     segments: tuple[_File, ...]
     parts: tuple[_Part, ...]
+    index: Any = None  # with index files, the manifest does not name the files of processes
 
 
 def untracked_files(backend: Backend, directory: str, *, certain: bool) -> Iterator[str]:
@@ -111,7 +114,9 @@ def untracked_files(backend: Backend, directory: str, *, certain: bool) -> Itera
     files = {file.file for named in (manifest.segments, *(part.files for part in manifest.parts)) for file in named}
     for name in folders:
         if name in parts:
-            yield from _untracked_below(backend, directory, name, files)
+            for path in _untracked_below(backend, directory, name, files):
+                if manifest.index is None or _UNNAMED_FILE.fullmatch(path.removeprefix(f"{name}/")) is None:
+                    yield path
 
 
 def list_entries(backend: Backend, directory: str) -> list[Entry]:

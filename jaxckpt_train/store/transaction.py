@@ -67,7 +67,6 @@ from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     COMMIT_NAME,
     FORMAT,
-    FORMAT_VERSION,
     MANIFEST_NAME,
     MAX_ARRAYS,
     MAX_COMMIT_BYTES,
@@ -268,7 +267,7 @@ class Transaction(Attempt):
             )
         self.write_file(MANIFEST_NAME, data)
         sha256 = hashlib.sha256(data).hexdigest()
-        self._commit = msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, len(data), sha256))
+        self._commit = msgspec.json.encode(CommitRecord(FORMAT, manifest.format_version, len(data), sha256))
         self.write_file(COMMIT_NAME, self._commit)
         self.sync()
         return Committed(self.committed_at, manifest, sha256)

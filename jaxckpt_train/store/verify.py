@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -22,8 +23,9 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Identified, Opener, Sink, Source, is_storage_failure
 from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.buffers import aligned_buffer
-from jaxckpt_train.store.committed import Committed, open_committed
+from jaxckpt_train.store.committed import Committed, index_files, open_committed
 from jaxckpt_train.store.files import open_recorded
+from jaxckpt_train.store.index_files import SEED_BYTES, SEEDS
 from jaxckpt_train.store.manifest import (
     HEX_DIGITS,
     MANIFEST_NAME,
@@ -109,7 +111,7 @@ def verify(backend: Backend, directory: str, settings: StoreSettings) -> VerifyR
     CheckpointTimeoutError: the storage has not responded for ten minutes.
     """
     try:
-        committed = open_committed(backend, directory)
+        committed = open_committed(backend, directory, is_complete=False)
     except CorruptCheckpointError as error:
         return VerifyReport(directory, 0, (str(error),))
     return verify_opened(backend, committed, settings)
@@ -132,10 +134,15 @@ def verify_opened(backend: Backend, committed: Committed, settings: StoreSetting
             refused.update([str(error)] if is_storage_failure(error) else [])
         return file[0].file, found, checked.compared_bytes
 
-    workers = shared_workers(settings.io_threads, "jaxckpt-read")
-    each = workers.run_each(check, _files_of(committed.manifest), moved=lambda: begun_bytes[0])
-    with contextlib.closing(each) as results:
-        found = sorted(results)
+    workers, found = shared_workers(settings.io_threads, "jaxckpt-read"), list[tuple[str, list[str], int]]()
+    try:
+        for files in files_by_index(backend, committed):
+            with contextlib.closing(workers.run_each(check, files, moved=lambda: begun_bytes[0])) as results:
+                found += results
+    except (CorruptCheckpointError, StorageError) as error:  # of an index file
+        found.append(("", [str(error)], 0))
+        refused.update([str(error)] if isinstance(error, StorageError) and is_storage_failure(error) else [])
+    found.sort()
     problems = tuple(problem for _, of_file, _ in found for problem in of_file)
     size = sum(compared for *_, compared in found)
     return VerifyReport(committed.directory, size, problems, tuple(each for each in problems if each in refused))
@@ -153,12 +160,13 @@ def first_damage(
     if pace is not None:
         pace(_manifest_bytes(backend, directory))
     try:
-        committed = open_committed(backend, directory)
+        committed = open_committed(backend, directory, is_complete=False)
+        check = _FileCheck(backend, committed, pace, intact=intact)
+        files = itertools.chain.from_iterable(files_by_index(backend, committed))
+        problems = (check.problems(file, direct="auto") for file in files)
+        return next(itertools.chain.from_iterable(problems), None)
     except CorruptCheckpointError as error:
         return str(error)
-    check = _FileCheck(backend, committed, pace, intact=intact)
-    problems = (check.problems(file, direct="auto") for file in _files_of(committed.manifest))
-    return next(itertools.chain.from_iterable(problems), None)
 
 
 def copy_verified(
@@ -337,8 +345,31 @@ def _tensors(chunks: _Chunks, data_start: int) -> Iterator[Tensor]:
         yield Tensor(chunk_name(array.name, chunk.box, array.shape), dtype, shape, start, start + chunk.length)
 
 
+def files_by_index(files: Opener, committed: Committed) -> Iterator[list[_File]]:
+    """The files in the manifest, then those in each index file. Raises CorruptCheckpointError: one is damaged."""
+    yield _files_of(committed.manifest)
+    indexes = index_files(files, committed)
+    if indexes is None:
+        return
+    parts, seed = committed.manifest.parts, secrets.token_bytes(SEED_BYTES)
+    segments, sums = list[SegmentRecord](), np.zeros(SEEDS, np.int64)
+    for entry, data in indexes.contents():
+        found, names = indexes.chunks_of(entry, data), list[_File]()
+        for part, indexed in zip(parts, found, strict=True):
+            of_segments: list[_Chunks] = [[] for _ in indexed.segments]
+            for place, chunk in indexed.chunks(0):
+                of_segments[chunk.segment].append((part.arrays[place], chunk))
+            for record, chunks in zip(indexed.segments, of_segments, strict=True):
+                names.append((record, sorted(chunks, key=lambda each: each[1].offset)))
+                segments.append(record)
+        sums += indexes.weights(found, seed)
+        yield names
+    indexes.check_totals(segments)
+    indexes.check_weights(sums, seed)
+
+
 def _files_of(manifest: Manifest) -> list[_File]:
-    """All files: the segments, then the plain files."""
+    """The segments and plain files in the manifest."""
     found: list[_Chunks] = [[] for _ in manifest.segments]
     for array in [array for part in manifest.parts for array in part.arrays]:
         for chunk in array.chunks:

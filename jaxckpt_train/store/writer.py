@@ -22,6 +22,7 @@ import numpy as np
 from jaxckpt_train.errors import SettingsError, StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Sink
+from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.manifest import BLOCK_BYTES, ArrayRecord, ChunkRecord, SegmentRecord, digest_function
 from jaxckpt_train.store.reuse import APART_BYTES, NOTHING_KNOWN, Candidate, Sources, Unchanged
@@ -79,12 +80,14 @@ def write_arrays(
     process: int = 0,
     give_up: Callable[[], None] | None = None,
     known: Unchanged = NOTHING_KNOWN,
+    whole_apart: bool = False,
 ) -> WrittenArrays:
     """Write all arrays of one checkpointable below `directory/part/`; they must not change until this returns.
 
     `first_segment` is the number of segments that the manifest has already. `progress` is called with numbers of bytes,
     from several threads. `give_up` is called at an interrupt; it may unblock threads that wait for data to write.
-    Segments in which nothing has changed, as far as it is `known`, are taken over from the checkpoint before.
+    Segments in which nothing has changed, as far as it is `known`, are taken over from the checkpoint before. With
+    `whole_apart`, no segment that is written holds both whole arrays and parts of arrays.
 
     Raises StorageError: the first error of the file system; nothing more is written after it.
     """
@@ -94,9 +97,12 @@ def write_arrays(
     sources.look_for_steady_arrays()
     with paused_collection():
         apart, changing = sources.divided()
+        sizes = (min(APART_BYTES, settings.segment_bytes), settings.segment_bytes)
         layouts = [
-            *plan_segments(apart, min(APART_BYTES, settings.segment_bytes)),
-            *plan_segments(changing, settings.segment_bytes),
+            layout
+            for several, segment_bytes in zip((apart, changing), sizes, strict=True)
+            for some in (_whole_and_parts(several) if whole_apart else (several,))
+            for layout in plan_segments(some, segment_bytes)
         ]
     files = [_file_name(start, number) for number in range(following, following + len(layouts))]
     writers = [
@@ -111,6 +117,15 @@ def write_arrays(
     with paused_collection():
         records = _records(arrays, taken, writers, first_segment)
         return WrittenArrays((*(each.segment for each in taken), *segments), records, len(taken))
+
+
+def _whole_and_parts(arrays: Sequence[ArraySource]) -> tuple[Sequence[ArraySource], Sequence[ArraySource]]:
+    """Divide arrays: each is in its place in both, and empty in one of them."""
+    is_whole = [all(chunk.box == full_box(array.shape) for chunk in array.chunks) for array in arrays]
+    pairs = list(zip(arrays, is_whole, strict=True))
+    empty = [array._replace(chunks=()) for array in arrays]
+    whole = [array if yes else none for (array, yes), none in zip(pairs, empty, strict=True)]
+    return whole, [none if yes else array for (array, yes), none in zip(pairs, empty, strict=True)]
 
 
 def segment_prefix(part: str, process: int) -> str:

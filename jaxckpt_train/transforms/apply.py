@@ -26,7 +26,7 @@ from jaxckpt_train.pytree.leaves import (
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import Box
-from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.committed import Committed, completed
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.reader import read_box
 from jaxckpt_train.store.segment import DTYPES, dtype_name
@@ -46,6 +46,7 @@ def apply_operations(
     files: Opener, committed: Committed, name: str, operations: Sequence[Operation], settings: StoreSettings
 ) -> Transformed:
     """Apply operations in order to the tree of the checkpointable `name`, without reading data."""
+    committed = completed(files, committed)
     part = committed.manifest.part(name)
     if part is None or not has_tree(part):
         there = ", ".join(repr(part.name) for part in committed.manifest.parts)

@@ -86,9 +86,9 @@ def test_checkpoint_without_commit_is_incomplete(read: Callable[[Path], Any], sa
 
 @every_reader
 def test_newer_format_version_is_refused(read: Callable[[Path], Any], saved: Path) -> None:
-    rewrite(saved, lambda manifest: manifest.update(format_version=2, parts={"of": "tomorrow"}))
+    rewrite(saved, lambda manifest: manifest.update(format_version=3, parts={"of": "tomorrow"}))
     before = content(saved)
-    with pytest.raises(jct.FormatVersionError, match=r"version 2, .*up to 1; .*upgrade"):
+    with pytest.raises(jct.FormatVersionError, match=r"version 3, .*up to 2; .*upgrade"):
         read(saved)
     assert content(saved) == before
 

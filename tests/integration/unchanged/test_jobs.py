@@ -26,10 +26,10 @@ def state_of(base: jax.Array, count: int, step: int) -> dict[str, jax.Array]:
     return {"base": base, "whole": global_array([ROWS], [count], []), "w": global_array([ROWS], [count], ["x"]) + step}
 
 
-def save_steps(directory: str, first: int, last: int, count: int) -> list[int]:
+def save_steps(directory: str, first: int, last: int, count: int, index_files: bool = False) -> list[int]:
     """Resume, save some steps, and return the bytes that each took over."""
-    taken = []
-    with jct.StepManager(directory, frozen=["base", "whole"]) as manager:
+    taken, settings = [], jct.StoreSettings(index_files=index_files)
+    with jct.StepManager(directory, frozen=["base", "whole"], settings=settings) as manager:
         base = global_array([ROWS, WIDTH], [count], ["x"])
         if manager.latest is not None:
             base = manager.restore({"state": state_of(base, count, 0)})["state"]["base"]
@@ -50,11 +50,12 @@ def check(directory: Path, last: int) -> None:
         assert np.asarray(found["w"]).tobytes() == (values_of([ROWS]) + np.float32(step)).tobytes()
 
 
-def test_processes_take_over_their_own_files(job: Job, tmp_path: Path) -> None:
-    taken = job.call(save_steps, str(tmp_path), 1, 4, 2)[0]
+@pytest.mark.parametrize("index_files", [False, True])
+def test_processes_take_over_their_own_files(job: Job, tmp_path: Path, index_files: bool) -> None:
+    taken = job.call(save_steps, str(tmp_path), 1, 4, 2, index_files)[0]
     assert taken[0] == 0
     assert all(each > ROWS * WIDTH * 4 for each in taken[1:])
-    taken = job.call(save_steps, str(tmp_path), 4, 6, 2)[0]
+    taken = job.call(save_steps, str(tmp_path), 4, 6, 2, index_files)[0]
     assert all(each > ROWS * WIDTH * 4 for each in taken[3:])
     check(tmp_path, 6)
 

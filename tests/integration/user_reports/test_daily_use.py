@@ -13,7 +13,8 @@ import pytest
 
 import jaxckpt_train as jct
 from tests.conftest import RunPython
-from tests.golden.make_golden import FOLDER, golden_tree
+from tests.golden.make_golden import FOLDER, INDEXED, golden_tree
+from tests.support.jobs.arrays import values_of
 from tests.support.runs import DAMAGE, files_below, made_run, save_steps, state_of, step_of, step_path
 
 
@@ -136,3 +137,14 @@ def test_the_golden_checkpoint_of_version_1_loads_exactly() -> None:
         assert np.asarray(found).dtype == np.asarray(wanted).dtype, path
         assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes(), path
     assert jct.load_checkpointables(FOLDER, {"notes": None})["notes"] == jct.JsonValue({"made": "once", "n": [1, 2.5]})
+
+
+def test_the_golden_checkpoint_of_version_2_loads_exactly() -> None:
+    assert INDEXED.name == "v2"
+    assert jct.verify(INDEXED).ok
+    assert jct.metadata(INDEXED).format_version == 2
+    loaded = jct.load_checkpointables(INDEXED)
+    assert loaded["notes"] == jct.JsonValue({"n": 1})
+    for name, shape, dtype in (("kernel", [16, 6], "float32"), ("rows", [8, 3], "bfloat16"), ("scale", [5], "float32")):
+        found = np.asarray(loaded["state"][name])
+        assert (found.dtype, found.tobytes()) == (np.dtype(dtype), values_of(shape, dtype).tobytes())

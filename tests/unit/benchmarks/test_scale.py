@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks import scale_indexes
 from benchmarks.counted_values import CountedValues
 from benchmarks.scale import QUICK, of_each, of_process_0, of_reader
 from benchmarks.scale_case import Planned, asked, give, index_of, manifest_of, plan, run_case
-from benchmarks.scale_layouts import LAYOUTS, SHAPES, planned_state
+from benchmarks.scale_layouts import LAYOUTS, LENGTH, planned_state, shapes
 from benchmarks.scale_storage import save_together
 from jaxckpt_train.distributed.coordinator import ManyProcesses
 from jaxckpt_train.distributed.rendezvous import PACK
@@ -20,7 +21,7 @@ from jaxckpt_train.store.manifest import decode_manifest
 from jaxckpt_train.store.process_index import encode_index
 from jaxckpt_train.store.threads import paused_collection
 
-ARRAYS = 2 * len(SHAPES)
+ARRAYS = 2 * len(shapes(LENGTH))
 
 
 def all_plans(layout: str, processes: int, arrays: int = ARRAYS) -> list[Planned]:
@@ -128,3 +129,12 @@ def test_storage_calls_are_independent_of_process_count() -> None:
     assert few.storage[0].total() <= 12
     assert len(many.committed.manifest.segments) == 48
     assert all(len(array.chunks) == 48 for array in many.committed.manifest.parts[0].arrays)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp-tp"])
+def test_reader_needs_few_index_bytes_whatever_the_number_of_processes(layout: str) -> None:
+    for processes in (64, 640):
+        figures = scale_indexes.run_case(layout, processes, 200)
+        assert figures["index_files_read"] <= 2
+        assert figures["index_bytes_read"] <= 3 * figures["index_bytes_needed"]
+        assert figures["process_0_received_bytes"] <= processes * 1000

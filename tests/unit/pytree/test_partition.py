@@ -67,13 +67,15 @@ def test_replicas_share_a_large_array_evenly(shape: tuple[int, ...], processes: 
 
 def test_many_small_arrays_are_shared_whole_and_evenly() -> None:
     layout = [HeldBox(((0, 100),), (0, 1, 2, 3))]
-    assignments = [WriteAssignment(number) for number in range(4)]
-    written = [0] * 4
+    assignments = [WriteAssignment(number, least_bytes=1000) for number in range(4)]
+    written, writers = [0] * 4, list[int]()
     for _ in range(1000):
-        found = [each.of(layout, 4) for each in assignments]
-        assert sorted(len(each) for each in found) == [0, 0, 0, 1]
-        written = [total + len(each) for total, each in zip(written, found, strict=True)]
+        found = [len(each.of(layout, 4)) for each in assignments]
+        assert sorted(found) == [0, 0, 0, 1]
+        written = [total + count for total, count in zip(written, found, strict=True)]
+        writers.append(found.index(1))
     assert written == [250] * 4
+    assert writers[:10] == [0, 0, 1, 1, 2, 2, 3, 3, 0, 0]  # two make 800 bytes
     assert [sum(each.of_whole((0, 1, 2, 3), 8) for each in assignments) for _ in range(8)] == [1] * 8
     assert LEAST_PART_BYTES > 400
 
@@ -81,7 +83,7 @@ def test_many_small_arrays_are_shared_whole_and_evenly() -> None:
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 9))
 def test_least_loaded_process_is_assigned_first(sizes: list[int], processes: int) -> None:
     loads, everyone = [(0, number) for number in range(processes)], tuple(range(processes))
-    assignments = [WriteAssignment(number) for number in everyone]
+    assignments = [WriteAssignment(number, least_bytes=0) for number in everyone]
     for size in sizes:
         load, least = min(loads)
         loads[least] = (load + size, least)

@@ -125,8 +125,8 @@ def test_newer_format_version_is_not_skipped(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     for name in ("COMMIT", "manifest.json"):
         file = step_path(run, 2) / name
-        file.write_text(json.dumps(json.loads(file.read_bytes()) | {"format_version": 2, "more": [1]}))
-    with pytest.raises(jct.FormatVersionError, match="format version 2"):
+        file.write_text(json.dumps(json.loads(file.read_bytes()) | {"format_version": 3, "more": [1]}))
+    with pytest.raises(jct.FormatVersionError, match="format version 3"):
         jct.StepManager(run).restore()
 
 

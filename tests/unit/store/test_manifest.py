@@ -204,8 +204,8 @@ def test_every_written_manifest_is_decoded(batch_bytes: int, case: Any, names: s
 
 
 def test_a_newer_version_says_what_to_upgrade() -> None:
-    newer = edited(lambda c: c.update(format_version=2, parts="in some other form"))
-    with pytest.raises(FormatVersionError, match=r"version 2, .*upgrade: pip install"):
+    newer = edited(lambda c: c.update(format_version=3, parts="in some other form"))
+    with pytest.raises(FormatVersionError, match=r"version 3, .*upgrade: pip install"):
         decode_manifest(newer, "manifest")
 
 
