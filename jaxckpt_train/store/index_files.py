@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, check_tiling, full_box, intersect
 from jaxckpt_train.store.files import open_recorded
@@ -220,7 +220,8 @@ def encode_index_file(
 ) -> tuple[IndexSummary, bytes]:
     """The index file of a process, and what the primary needs to know of it; `indexes` are of all checkpointables.
 
-    The file is empty, and need not be written, if the process has no parts of arrays.
+    The file is empty, and need not be written, if the process has no parts of arrays. Raises UnsupportedLeafError: they
+    are too many.
     """
     segments = [segment for index in indexes for segment in index.segments]
     shapes, groups = _shapes_of(parts), ArrayGroups([part.arrays for part in parts])
@@ -232,6 +233,8 @@ def encode_index_file(
             groups.extend(cover, number, some)
             weights = (weights + weights_of(each, [some], seed)) % _PRIME
     data = msgspec.msgpack.encode(tuple(indexes))
+    if len(data) > MAX_INDEX_BYTES:
+        raise UnsupportedLeafError(f"index file of {len(data):,} bytes, expected at most {MAX_INDEX_BYTES:,}")
     found = bytes.fromhex(digest_function(digest)(data))
     total = sum(segment.bytes for segment in segments)
     of_boxes = groups.digest(), packed(weights), packed(cover.reshape(-1))
@@ -369,13 +372,13 @@ class IndexFiles:
         source = open_recorded(self._files, self._directory, record.file, record.bytes, subject="file")
         with contextlib.closing(source):
 
-            def read(start: int, size: int, digest: bytes) -> tuple[bool, _Listed]:
+            def read(start: int, size: int, digest: str) -> tuple[bool, _Listed]:
                 data = np.empty(size, np.uint8)
                 source.read_into(start, data, size)
                 self.bytes_read += size
                 return self._decode_table(data.tobytes(), digest)
 
-            lists_tables, root = read(record.root, record.bytes - record.root, bytes.fromhex(record.digest))
+            lists_tables, root = read(record.root, record.bytes - record.root, record.digest)
             if not lists_tables:
                 yield self._entries(root, asked)
                 return
@@ -384,7 +387,7 @@ class IndexFiles:
                 start, size = int(root.numbers[row]), int(root.sizes[row])
                 if start + size > record.root:
                     raise CorruptCheckpointError(f"{path}: a table is not where it is said to be")
-                lists_tables, table = read(start, size, root.digests[row])
+                lists_tables, table = read(start, size, root.digests[row].hex())
                 if lists_tables or table.numbers[0] <= last:
                     raise CorruptCheckpointError(f"{path}: tables that list tables of tables, or something twice")
                 if (root.covers[row] > table.covers.min(axis=0)).any():
@@ -392,9 +395,9 @@ class IndexFiles:
                 last = int(table.numbers[-1])
                 yield self._entries(table, asked)
 
-    def _decode_table(self, data: bytes, digest: bytes) -> tuple[bool, _Listed]:
+    def _decode_table(self, data: bytes, digest: str) -> tuple[bool, _Listed]:
         path = f"{self._directory}/{self._record.file}"
-        if bytes.fromhex(self._digest(data)) != digest:
+        if self._digest(data) != digest:
             raise CorruptCheckpointError(f"{path}: not what was saved ({self._manifest.digest} differs)")
         try:
             table = msgspec.msgpack.decode(data, type=_Table)
@@ -444,7 +447,7 @@ class IndexFiles:
             source.read_into(0, content, entry.size)
         self.bytes_read += entry.size
         data = content.tobytes()
-        if bytes.fromhex(self._digest(data)) != entry.digest:
+        if self._digest(data) != entry.digest.hex():
             raise CorruptCheckpointError(
                 f"{self._directory}/{name}: not what was saved ({self._manifest.digest} differs)"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import msgspec
 import numpy as np
@@ -132,6 +133,15 @@ def test_version_says_whether_there_are_index_files(version: int, has_index: boo
     data = encode_manifest(msgspec.structs.replace(manifest, format_version=version))
     with pytest.raises(FormatVersionError if version == 3 else CorruptCheckpointError):
         decode_manifest(data, "manifest")
+
+
+def test_digest_of_the_root_that_is_none_is_refused() -> None:
+    backend, committed = Indexed.of(cut_job()).commit()
+    record = committed.manifest.index
+    assert record is not None
+    other = msgspec.structs.replace(committed.manifest, index=msgspec.structs.replace(record, digest="x" * 32))
+    with pytest.raises(CorruptCheckpointError):
+        completed(backend, dataclasses.replace(committed, manifest=other))
 
 
 @pytest.mark.parametrize("kind", KINDS)
