@@ -8,7 +8,7 @@ import hashlib
 import json
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -204,14 +204,14 @@ def read(data: bytes, state: PlannedState) -> dict[str, float | int]:
     }
 
 
-def main() -> None:
+def main(run: Callable[[str, int, int], Mapping[str, Any]] = run_case, description: str | None = __doc__) -> None:
     """Print the figures of one case as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("layout", choices=LAYOUTS)
     parser.add_argument("processes", type=int)
     parser.add_argument("arrays", type=int)
     options = parser.parse_args()
-    print(json.dumps(run_case(options.layout, options.processes, options.arrays)))
+    print(json.dumps(run(options.layout, options.processes, options.arrays)))
 
 
 if __name__ == "__main__":

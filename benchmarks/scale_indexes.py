@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import itertools
-import json
 import multiprocessing
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -17,8 +15,8 @@ import numpy as np
 
 from benchmarks.mesh_layout import MeshLayout
 from benchmarks.process_figures import ResidentMeter
-from benchmarks.scale_case import BAND_BYTES, HEAD_BYTES, exchanged, plan, timed
-from benchmarks.scale_layouts import ITEM_BYTES, LAYOUTS, TENSOR, PlannedState, planned_state
+from benchmarks.scale_case import BAND_BYTES, HEAD_BYTES, exchanged, main, plan, timed
+from benchmarks.scale_layouts import ITEM_BYTES, TENSOR, PlannedState, planned_state
 from jaxckpt_train.pytree.partition import HeldBox, WriteAssignment
 from jaxckpt_train.store.boxes import Box, box_elements, full_box
 from jaxckpt_train.store.committed import Committed, index_files
@@ -72,10 +70,12 @@ class Writers:
                 for writer, part in assignment.of_all([HeldBox(full_box(array.shape), everyone)], ITEM_BYTES):
                     self._uncut.setdefault(writer, {}).setdefault(number, []).append(part.box)
 
+        self._writers = [self._of_cut_arrays(place) for place in range(TENSOR)]
+
     def boxes(self, process: int) -> list[list[Box]]:
         """Of each array, the boxes that this process writes."""
         uncut, held = self._uncut.get(process, {}), self._held(process)
-        is_writer = self._of_cut_arrays(process % TENSOR)
+        is_writer = self._writers[process % TENSOR]
         return [
             [held[array.cuts, array.shape][0].box] * is_writer[number] if any(array.cuts) else uncut.get(number, [])
             for number, array in enumerate(self._state.arrays)
@@ -87,7 +87,6 @@ class Writers:
         kinds = {(each.cuts, each.shape) for each in self._state.arrays if any(each.cuts)}
         return {kind: layout.held(*kind) for kind in kinds}
 
-    @functools.lru_cache(TENSOR)  # noqa: B019  # there is one object
     def _of_cut_arrays(self, place: int) -> list[bool]:
         """Which cut arrays a process at this place of its group writes: the same in all groups."""
         assignment, held = WriteAssignment(place), self._held(place)
@@ -234,15 +233,5 @@ def read(data: bytes, files: Mapping[str, bytes], state: PlannedState, process: 
     }
 
 
-def main() -> None:
-    """Print the figures of one case as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("layout", choices=LAYOUTS)
-    parser.add_argument("processes", type=int)
-    parser.add_argument("arrays", type=int)
-    options = parser.parse_args()
-    print(json.dumps(run_case(options.layout, options.processes, options.arrays)))
-
-
 if __name__ == "__main__":
-    main()
+    main(run_case, __doc__)

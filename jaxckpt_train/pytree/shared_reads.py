@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -122,10 +121,8 @@ def read_index_files(
     def read() -> bytes:
         return msgspec.msgpack.encode(read_some(indexes, mine))
 
-    moved = operator.attrgetter("bytes_read")
-    answer = job.exchange(
-        f"reading index files of {committed.directory}", read, _joined_contents, functools.partial(moved, indexes)
-    )
+    doing = f"reading index files of {committed.directory}"
+    answer = job.exchange(doing, read, _joined_contents, lambda: indexes.bytes_read)
     contents = msgspec.msgpack.decode(answer, type=list[tuple[IndexFile, bytes]])
     manifest = indexes.manifest_with(part, wanted, contents, keeps_all=True)
     return _indexed(loads, part, dataclasses.replace(committed, manifest=manifest), frozenset())

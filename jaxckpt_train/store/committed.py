@@ -196,7 +196,7 @@ def with_chunks_of(files: Opener, committed: Committed, process: int) -> Committ
     entry = None if indexes is None else next((each for each in indexes.all() if each.process == process), None)
     if indexes is None or entry is None:
         return committed
-    return dataclasses.replace(committed, manifest=indexes.manifest_of(entry, indexes.read(entry)))
+    return dataclasses.replace(committed, manifest=indexes.manifest_of(indexes.contents([entry])))
 
 
 def committed_identity(backend: Backend, directory: str) -> tuple[str, str] | None:

@@ -34,6 +34,7 @@ from jaxckpt_train.store.manifest import (
     Manifest,
     PartRecord,
     SegmentRecord,
+    SegmentRoom,
     check_segment,
     digest_function,
     shown,
@@ -542,17 +543,21 @@ class IndexFiles:
         parts[number] = msgspec.structs.replace(record, arrays=tuple(arrays))
         return msgspec.structs.replace(self._manifest, segments=tuple(segments), parts=tuple(parts))
 
-    def manifest_of(self, entry: IndexFile, data: bytes) -> Manifest:
-        """The manifest with the chunks in one index file, and with whole arrays."""
-        segments, parts = list(self._manifest.segments), list[PartRecord]()
-        for part, indexed in zip(self._manifest.parts, self.chunks_of(entry, data), strict=True):
-            chunks = [list(array.chunks) for array in part.arrays]
-            for place, chunk in indexed.chunks(len(segments)):
-                chunks[place].append(chunk)
-            segments += indexed.segments
-            pairs = zip(part.arrays, chunks, strict=True)
-            arrays = tuple(msgspec.structs.replace(array, chunks=tuple(own)) for array, own in pairs)
-            parts.append(msgspec.structs.replace(part, arrays=arrays))
+    def manifest_of(self, found: Iterable[tuple[IndexFile, bytes]]) -> Manifest:
+        """The manifest with whole arrays, and with all chunks in these index files."""
+        segments = list(self._manifest.segments)
+        chunks = [[list(array.chunks) for array in part.arrays] for part in self._manifest.parts]
+        with paused_collection():
+            for entry, data in found:
+                for of_part, indexed in zip(chunks, self.chunks_of(entry, data), strict=True):
+                    for place, chunk in indexed.chunks(len(segments)):
+                        of_part[place].append(chunk)
+                    segments += indexed.segments
+            parts = []
+            for part, of_part in zip(self._manifest.parts, chunks, strict=True):
+                pairs = zip(part.arrays, of_part, strict=True)
+                arrays = tuple([msgspec.structs.replace(array, chunks=tuple(own)) for array, own in pairs])
+                parts.append(msgspec.structs.replace(part, arrays=arrays))
         return msgspec.structs.replace(self._manifest, segments=tuple(segments), parts=tuple(parts))
 
     def _check_boxes(self, array: ArrayRecord, boxes: Sequence[Box], subject: str) -> None:
@@ -564,31 +569,14 @@ class IndexFiles:
 
     def complete(self) -> Manifest:
         """The manifest with all chunks, as a job without index files writes it. It may take very much memory."""
-        segments = list(self._manifest.segments)
-        chunks = [[list(array.chunks) for array in part.arrays] for part in self._manifest.parts]
-        with paused_collection():
-            for entry, data in self.contents():
-                for of_part, indexed in zip(chunks, self.chunks_of(entry, data), strict=True):
-                    for place, chunk in indexed.chunks(len(segments)):
-                        of_part[place].append(chunk)
-                    segments += indexed.segments
-            parts = []
-            for part, of_part in zip(self._manifest.parts, chunks, strict=True):
-                arrays = []
-                for array, own in zip(part.arrays, of_part, strict=True):
-                    if 0 not in array.shape:
-                        subject = f"{self._directory}: {part.name}: array {array.name!r}, in the index files"
-                        check_tiling([chunk.box for chunk in own], array.shape, subject)
-                    arrays.append(msgspec.structs.replace(array, chunks=tuple(own)))
-                parts.append(msgspec.structs.replace(part, arrays=tuple(arrays)))
-        self.check_totals(segments[len(self._manifest.segments) :])
-        return msgspec.structs.replace(
-            self._manifest,
-            format_version=FORMAT_VERSION,
-            segments=tuple(segments),
-            parts=tuple(parts),
-            index=None,
-        )
+        manifest = self.manifest_of(self.contents())
+        for part in manifest.parts:
+            for array in part.arrays:
+                if 0 not in array.shape:
+                    subject = f"{self._directory}: {part.name}: array {array.name!r}, in the index files"
+                    check_tiling([chunk.box for chunk in array.chunks], array.shape, subject)
+        self.check_totals(manifest.segments[len(self._manifest.segments) :])
+        return msgspec.structs.replace(manifest, format_version=FORMAT_VERSION, index=None)
 
     def check_totals(self, segments: Sequence[SegmentRecord]) -> None:
         """Raise CorruptCheckpointError if these are not all segments of the index files."""
@@ -654,21 +642,8 @@ class IndexedPart:
             raise ValueError("a segment that does not exist")
         if self._offsets.min() < 0 or self._offsets.max() >= LIMIT:
             raise ValueError("an impossible offset")
-        self._check_full()
-
-    def _check_full(self) -> None:
-        heads = np.array([segment.header_bytes for segment in self.segments], np.int64)
-        ends = np.array([segment.bytes for segment in self.segments], np.int64)
-        order = np.lexsort((self._offsets, self._segments))
-        segments, starts = self._segments[order], self._offsets[order]
-        stops = starts + self._lengths[order]
-        first = np.flatnonzero(np.diff(segments, prepend=-1))
-        if not np.array_equal(segments[first], np.arange(len(ends))):
-            raise ValueError("a segment without chunks")
-        expected = np.append(0, stops[:-1])
-        expected[first] = heads
-        last = np.append(first[1:], len(segments)) - 1
-        if not np.array_equal(starts, expected) or not np.array_equal(stops[last], ends):
+        room = SegmentRoom(self.segments, width, block_bytes)
+        if not room.are_filled_by(self._segments, self._offsets, self._lengths):
             raise ValueError("the chunks do not fill the segments exactly: a gap or an overlap")
 
     def boxes(self) -> Iterator[_SomeBoxes]:

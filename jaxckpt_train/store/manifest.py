@@ -343,6 +343,10 @@ class SegmentRoom:
         if columns is None or not len(self._ends):
             return columns is None and not len(self._ends)
         segments, offsets, lengths, _ = columns
+        return self.are_filled_by(segments, offsets, lengths)
+
+    def are_filled_by(self, segments: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> bool:
+        """As `are_full`, for columns of the chunks; there is at least one."""
         order = np.lexsort((offsets, segments))
         segments, starts = segments[order], offsets[order]
         stops = starts + lengths[order]

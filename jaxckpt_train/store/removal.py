@@ -49,8 +49,8 @@ from jaxckpt_train.store.process_identity import is_dead_tag
 
 MAX_LISTED = 5
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY)  # of a rename to a name that something has
-_DATA_FILE = re.compile(r"p[0-9]{5,}(-s[0-9]+\.safetensors|\.json|\.index)|index\.tables")
 _UNNAMED_FILE = re.compile(r"p[0-9]{5,}(-s[0-9]+\.safetensors|\.index)|index\.tables")  # if there are index files
+_DATA_FILE = re.compile(rf"{_UNNAMED_FILE.pattern}|p[0-9]{{5,}}\.json")
 _FORMAT_PREFIX = f'{{"format":"{FORMAT}"'.encode()  # the first bytes of COMMIT and of the manifest
 _HEAD_BYTES = 4096
 _MAX_UNSIZED_MANIFEST_BYTES = 64 << 20  # the limit for a manifest whose size COMMIT does not state

@@ -11,20 +11,8 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from tests.support.jobs.arrays import global_array, is_right, sharding_of, values_of
+from tests.support.jobs.arrays import LOADED, SAVED, SHAPES, global_array, is_right, sharding_of, values_of
 from tests.support.jobs.fixtures import JobOf
-
-SHAPES: dict[str, tuple[list[int], str]] = {
-    "a": ([64, 24], "float32"),
-    "b": ([8, 16, 4], "int32"),
-    "c": ([8], "float16"),
-    "d": ([1024, 1024], "float32"),
-    "e": ([], "float32"),
-    "f": ([8, 0], "float32"),
-    "g": ([13, 5], "int16"),
-}
-SAVED: dict[str, list[Any]] = {"a": ["x"], "b": [None, "y"], "c": ["x"], "d": [], "e": [], "f": ["x"], "g": []}
-LOADED: dict[str, list[Any]] = {"a": [None, "x"], "b": ["x", "y"], "c": [], "d": ["y"], "e": [], "f": [], "g": []}
 
 
 def save_arrays(path: str, mesh: list[int], specs: dict[str, list[Any]]) -> None:

@@ -11,6 +11,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Spec = list[Any]
+# Arrays of many kinds, and how one job saves and another one loads them.
+SHAPES: dict[str, tuple[list[int], str]] = {
+    "a": ([64, 24], "float32"),
+    "b": ([8, 16, 4], "int32"),
+    "c": ([8], "float16"),
+    "d": ([1024, 1024], "float32"),
+    "e": ([], "float32"),
+    "f": ([8, 0], "float32"),
+    "g": ([13, 5], "int16"),
+}
+SAVED: dict[str, list[Any]] = {"a": ["x"], "b": [None, "y"], "c": ["x"], "d": [], "e": [], "f": ["x"], "g": []}
+LOADED: dict[str, list[Any]] = {"a": [None, "x"], "b": ["x", "y"], "c": [], "d": ["y"], "e": [], "f": [], "g": []}
 
 
 def values_of(shape: list[int], dtype: str = "float32") -> np.ndarray:
