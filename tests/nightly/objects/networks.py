@@ -26,8 +26,9 @@ from tests.support.objects.stand_in import StandIn
 
 ARRAYS = 8
 PART_BYTES = ObjectStoreSettings().part_bytes
-# On loopback a part takes far less than a second. A stalled request is given up and repeated after this time.
-REQUEST_TIMEOUT_S = 10.0
+# A stalled request is given up and repeated after this time, which a save with a stall takes longer. On loopback a part
+# takes far less than a second.
+REQUEST_TIMEOUT_S = 3.0
 MOST_SLOWDOWN = 2.0
 SEED = 42
 

@@ -168,7 +168,7 @@ def test_snapshot_without_deadline_is_awaited(tmp_path: Path, grace_period_s: fl
 def test_unfinished_computation_is_no_stall(tmp_path: Path, mode: Any) -> None:
     settings = jct.StoreSettings(snapshot=mode)
     start, slow = jnp.ones(100_000), takes_long(1.5)
-    with jct.StepManager(tmp_path, settings=settings, stall_timeout_s=0.2) as manager:
+    with jct.StepManager(tmp_path, settings=settings, stall_timeout_s=0.6) as manager:
         first = slow(start)
         assert manager.save(1, {"state": {"w": first}}).saved
         assert manager.save(2, {"state": {"w": slow(first)}}).saved
