@@ -195,7 +195,8 @@ class RunDirectory:
         self._origin = ResumePoint()
         # Findings that are not recorded yet: the save, and its damage; None: it is intact again.
         self._findings: dict[tuple[str, datetime.datetime], tuple[Entry, str | None]] = {}
-        self._damaged = set[tuple[str, datetime.datetime]]()  # as of the last look of `has_new_damage`
+        # Saves with damage, also if no step is intact and none is set aside; and as of the last `has_new_damage`.
+        self._seen_damage, self._damaged = set[tuple[str, datetime.datetime]](), set[tuple[str, datetime.datetime]]()
         self._warned_about = set[str]()
         self._past: RunStatistics | None = None
 
@@ -605,10 +606,15 @@ class RunDirectory:
             self._write_damage_reports()
             self.history.add("restore", self._clock(), **restored.record(), completed=self.log.completed)
 
+    def saw_damage(self, entry: Entry) -> None:
+        """Let the next save write everything: files of this damaged step may be those of all others, too."""
+        with self._guard:
+            self._seen_damage.add(entry.identity)
+
     def has_new_damage(self) -> bool:
         """Whether a step was found to be damaged since the last call."""
         with self._guard:
-            damaged = {entry.identity for entry in self._entries if entry.damaged is not None} | {*self._findings}
+            damaged = {entry.identity for entry in self._entries if entry.damaged is not None} | self._seen_damage
             before, self._damaged = self._damaged, damaged
         return not damaged <= before
 

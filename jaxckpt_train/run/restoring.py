@@ -177,6 +177,8 @@ class RunRestore:
                 if is_gone(backend, path):
                     raise StepVanishedError(entry.name) from error
                 skipped.append(Skipped(entry, str(error), _is_proof(error)))
+                if skipped[-1].is_proven:
+                    self._run.saw_damage(entry)
                 last = error
                 free_frames(error)  # the frames hold the values loaded so far, and the next step needs the memory
                 _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)

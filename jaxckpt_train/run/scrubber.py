@@ -32,6 +32,9 @@ class Run(Protocol):
     def entries(self) -> list[Entry]:
         """The committed generations of all steps that are not set aside, in order."""
 
+    def saw_damage(self, entry: Entry) -> None:
+        """Let the next save write everything: files of this damaged step may be those of all others, too."""
+
     def set_aside(self, entry: Entry, problem: str) -> None:
         """Set aside a step that is proven to be damaged, while another one is intact."""
 
@@ -155,7 +158,10 @@ class Scrubber:
         return first_damage(self._backend, f"{self._directory}/{entry.name}", self._pace, self._intact)
 
     def _judge(self, entry: Entry, problem: str | None, entries: Sequence[Entry]) -> None:
+        run = self._run()
         if problem is not None:
+            if run is not None:
+                run.saw_damage(entry)
             self._left_of_pass = 0  # other files of this disk may have been damaged since they were read
             if entry.name not in self._damaged:
                 _log.error("step %d is damaged: %s", entry.step, problem)
@@ -164,7 +170,6 @@ class Scrubber:
             self._suspect(_neighbours(entry, entries))
             return
         self._damaged.pop(entry.name, None)
-        run = self._run()
         while run is not None and self._damaged:
             run.set_aside(*self._damaged.pop(next(iter(self._damaged))))
 

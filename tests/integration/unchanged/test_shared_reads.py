@@ -102,3 +102,19 @@ def test_scrubber_reads_shared_file_once_in_each_pass(run: Path) -> None:
         scrubber.verify(2 * len(STEPS))
         assert sorted(scrubber._damaged) == [step_path(run, step).name for step in STEPS]
         assert manager.damaged == [], "no step is intact"
+
+
+def test_damage_of_all_steps_that_the_scrubber_finds_is_not_taken_over(run: Path) -> None:
+    with jct.StepManager(run, frozen="base") as manager:
+        state = manager.restore()["state"]
+        manager.own()
+        scrubber = Counting(LocalBackend(), str(run), 1, weakref.ref(manager._run))
+        damage(shared_file(run))
+        scrubber.verify(len(STEPS))
+        for step in (4, 5):
+            manager.save(step, {"state": {**state, "step": jnp.asarray(step)}})
+            manager.wait()
+            assert jct.verify(manager.path(step)).ok
+        scrubber.verify(2)
+        assert (manager.steps, manager.damaged) == ([4, 5], list(STEPS))
+        assert manager.history.events()[-1]["event"] == "set_aside"

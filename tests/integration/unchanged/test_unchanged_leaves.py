@@ -254,6 +254,23 @@ def test_damage_that_is_found_later_is_not_taken_over(tmp_path: Path) -> None:
         check(tmp_path, 5, state_of(kept, 5))
 
 
+def test_damage_that_a_load_finds_is_not_taken_over(tmp_path: Path) -> None:
+    kept = base()
+    with jct.StepManager(tmp_path, frozen="base/**") as manager:
+        for step in (1, 2):
+            save(manager, step, state_of(kept, step))
+        for file in Path(manager.path(2)).rglob("*.safetensors"):
+            if file.stat().st_nlink == 2:
+                file.write_bytes(file.read_bytes()[:-1] + b"\1")
+        with pytest.raises(jct.CorruptCheckpointError):
+            manager.load()
+        save(manager, 3, state_of(kept, 3))
+        check(tmp_path, 3, state_of(kept, 3))
+        save(manager, 4, state_of(kept, 4))
+        assert written_bytes(manager)[-1] < MIB // 10
+        check(tmp_path, 4, state_of(kept, 4))
+
+
 def test_array_that_shares_memory_with_numpy_is_compared(tmp_path: Path, is_on_accelerator: bool) -> None:
     if is_on_accelerator:
         pytest.skip("an accelerator shares no memory with NumPy")
