@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from jaxckpt_train.checkpointables.staging import StagedPart
+from jaxckpt_train.checkpointables.staging import StagedPart, first_of
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.pytree.identity import LastSaved, LeafIdentities
 from jaxckpt_train.pytree.leaves import idle_pattern, leaf_filter
@@ -54,7 +54,8 @@ class UnchangedLeaves:
         names = [array.name for part in parts if part.snapshot is not None for array in part.snapshot.arrays]
         idle = idle_pattern(frozen, names)
         if idle is not None:
-            _log.warning("frozen: the pattern %r selects no leaf of what is saved", idle)
+            found = first_of(list(map(repr, names))) or "no array"
+            _log.warning("frozen: the pattern %r selects no leaf of what is saved: %s", idle, found)
 
     def committed(
         self, directory: str, parts: Sequence[StagedPart], written: Mapping[str, tuple[int, WrittenArrays]]
