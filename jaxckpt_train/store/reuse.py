@@ -146,7 +146,8 @@ class Sources:
                 elsewhere.append(each)
             else:
                 blocks += self._blocks(each, data)
-        if elsewhere and candidate.segment.bytes > 2 * APART_BYTES:  # too much memory: what is fetched must stay
+        held = sum(data.nbytes for some in self._fetched.values() for data in some.values())
+        if elsewhere and max(held, candidate.segment.bytes) > 2 * APART_BYTES:  # what is fetched must stay in memory
             return False
         changed = self._changed(blocks, stop=True)
         for each in elsewhere if not changed else ():

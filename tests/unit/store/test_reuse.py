@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store import reuse, writer
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.reuse import Unchanged, WrittenBefore, steady_arrays
 from jaxckpt_train.store.segment import ArraySource, ChunkSource
+from jaxckpt_train.store.threads import shared_workers
 from jaxckpt_train.store.writer import WrittenArrays, write_arrays
 from tests.support.memory_backend import MemoryBackend
 
@@ -29,6 +31,10 @@ class Later:
         assert self._data is not None, "fetched twice"
         data, self._data = self._data, None
         return data
+
+    @property
+    def is_fetched(self) -> bool:
+        return self._data is None
 
     def leave(self) -> None:
         self._data = None
@@ -98,6 +104,24 @@ def test_frozen_arrays_are_written_once(later: bool) -> None:
     assert saves.save(values(1), frozen=["base", "norm"]).taken == 0
     written = saves.save(values(2), frozen=["base", "norm"])
     assert written.taken_bytes > 4 * LARGE > 100 * written.data_bytes > 0
+
+
+def test_comparison_holds_little_of_what_it_has_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In many files, only the last array has changed."""
+    most = 8 * LARGE
+    for module in (reuse, writer):
+        monkeypatch.setattr(module, "APART_BYTES", most)
+    names = [f"base{number:02d}" for number in range(16)]
+    before = {name: np.zeros(LARGE, np.float32) for name in names}
+    now = before | {name: np.ones(LARGE, np.float32) for name in names[1::2]}
+    saves = Saves(later=True)
+    assert len(saves.save(before, frozen=names).segments) == 8
+    arrays, workers = sources(now, later=True), shared_workers(1, "jaxckpt-write")
+    found = reuse.Sources(arrays, Unchanged(saves.before, frozenset(), frozenset(names)), "xxh3-128", workers)
+    assert not any(found.is_same(each) for each in found.candidates())
+    chunks: list[Any] = [chunk.data for array in arrays for chunk in array.chunks]
+    assert 0 < sum(each.nbytes for each in chunks if each.is_fetched) <= 4 * most
+    assert saves.save(now, frozen=names).taken == 0
 
 
 @pytest.mark.parametrize("later", [False, True])
