@@ -309,7 +309,7 @@ class OwnerLock:
             f"{self._directory}: owned by {who}, which is alive. Two jobs cannot save to one directory: stop the other "
             "one, close its manager, or choose another directory. If both are processes of one job, call "
             "jax.distributed.initialize first. If this is a copy of its directory that no job uses, remove "
-            f"{self.path}"
+            f"{self.path}{'.json' if is_url(self._directory) else ''}"
         )
 
     def _stays(self, seen: _Seen) -> bool:
@@ -358,9 +358,10 @@ class OwnerLock:
         self._stop.open()
         try:
             self.clean()
-            seen = self._look()  # last: if the disk did not answer for a while, another process may have taken over
-            if seen.has_token(self._record.token):
-                self._give_up(seen)
+            for _ in range(_TRIES):
+                seen = self._look()  # last: if the disk did not answer for a while, another process may have taken over
+                if not seen.has_token(self._record.token) or self._give_up(seen):
+                    break  # else the last heartbeat has refreshed it in between
             self._tried = False  # last: after an interrupt, the next call releases the lock
         except CheckpointError:
             _unreleased.add(self._record.token)
@@ -368,14 +369,16 @@ class OwnerLock:
         finally:
             _ending.discard(self._record.token)
 
-    def _give_up(self, seen: _Seen) -> None:
+    def _give_up(self, seen: _Seen) -> bool:
+        """Mark the lock as released; False: it has changed since this look."""
         released = msgspec.structs.replace(self._record, is_released=True)
         try:
-            self._backend.swap_record(self.path, msgspec.json.encode(released), seen.version)
+            return self._backend.swap_record(self.path, msgspec.json.encode(released), seen.version) is not None
         except StorageError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.is_own():
                 raise
             self._backend.remove(self.path)  # a full disk must not lock the run while this process lives
+            return True
 
 
 def _decode(found: StoredRecord) -> _Record:

@@ -14,7 +14,7 @@ from jaxckpt_train.errors import DirectoryLockedError, FormatVersionError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.run.record import seal_record
-from tests.support.objects.faults import LoseResponse
+from tests.support.objects.faults import LoseResponse, Request
 from tests.support.objects.runs import (
     LOCK,
     RECORD,
@@ -187,3 +187,37 @@ def test_heartbeat_does_not_take_lock_back(cloud: StandIn) -> None:
             second.own()
             save(second, 2)
             assert not first._run._lock.is_own()
+
+
+class Crossing:
+    """Serves the first replacement of the lock once the second has come, and then the second."""
+
+    def __init__(self, server: StandIn) -> None:
+        self._server, self._guard, self._number = server, threading.Lock(), 0
+        self.first, self._second = threading.Event(), threading.Event()
+
+    def decide(self, request: Request) -> None:
+        if request.kind != "put_update" or LOCK not in request.key:
+            return
+        with self._guard:
+            self._number += 1
+            number, before = self._number, self._server.objects.get(f"bucket/run/{LOCK}")
+        if number == 1:
+            self.first.set()
+            self._second.wait(LONG_S)
+        elif number == 2:
+            self._second.set()
+            while self._server.objects.get(f"bucket/run/{LOCK}") == before:
+                pass  # ends when the first is served; else pytest's time limit ends it
+
+
+def test_release_during_heartbeat_frees_the_run(cloud: StandIn) -> None:
+    with opened(cloud) as manager:
+        save(manager, 1)
+        cloud.faults = crossing = Crossing(cloud)
+        beating = threading.Thread(target=manager._run._lock._beat_once)
+        beating.start()
+        assert crossing.first.wait(LONG_S)
+    beating.join(LONG_S)
+    with opened(cloud) as next_owner:
+        save(next_owner, 2)
