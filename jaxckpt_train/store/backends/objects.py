@@ -45,7 +45,10 @@ _USER = re.compile(r"://[^\s/]*@")
 # The body of a response may repeat the request with its credentials.
 _BODY = re.compile(r"<(\?xml|Error|html)\b.*", re.DOTALL | re.IGNORECASE)
 _REASON = re.compile(r"<(Code|Message)>([^<]*)</\1>")
-_SECRET = re.compile(r"(?i)(authorization|signature|credential|token|password|secret)([^\s,;]*[\s]*[=:]\s*)[^\s,;]+")
+_SECRET = re.compile(
+    r"(?i)(authorization|signature|credential|token|password|secret|access.?key)"
+    r"([^\s,;]*[\s]*[=:]\s*)([\"']?(basic|bearer|sharedkey)\s+)?[^\s,;]+"
+)
 
 
 class _Header(msgspec.Struct):

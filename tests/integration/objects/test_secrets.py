@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,13 +25,23 @@ STATE = {"w": np.arange(1000.0)}
 
 
 class EchoServer(StandIn):
-    """A stand-in that, when `status` is set, answers with it and repeats the request's headers, as S3 does."""
+    """A stand-in that, when `status` is set, answers with it and repeats the request's headers.
+
+    S3 does so in XML, and a proxy may do so in JSON or as plain text.
+    """
 
     status = 0
+    form: Literal["xml", "json", "text"] = "xml"
 
     def respond(self, method: str, target: str, headers: dict[str, str], body: bytes) -> tuple[Answer, int] | None:
         if not self.status:
             return super().respond(method, target, headers, body)
+        if self.form != "xml":
+            sent = {**headers, "AWSAccessKeyId": f"AKIA{MARK}", "url": f"http://host{target}"}
+            del sent["user-agent"]  # no secret, although it has the mark
+            shown = json.dumps(sent) if self.form == "json" else " ".join(f"{name}: {sent[name]}" for name in sent)
+            text = f"No entry. {shown}"
+            return Answer(self.status, text.encode(), {}), len(text)
         headers_text = "".join(f"{name}:{value}\n" for name, value in headers.items())
         detail = (
             f"<AWSAccessKeyId>AKIA{MARK}</AWSAccessKeyId><CanonicalRequest>{target}\n{headers_text}</CanonicalRequest>"
@@ -97,6 +108,10 @@ def test_no_secret_is_shown(
     for status in (400, 401, 403, 404, 500, 503):
         server.status = status
         seen += failures(server.url("a"), chosen)
+    server.status = 400
+    for server.form in ("json", "text"):
+        seen += failures(server.url("a"), chosen)
+    server.form = "xml"
     server.status = 403  # not repeated, so that a command with its default of ten tries ends soon
     seen.append(run("ls", url).output)
     server.status, server.faults = 0, Silent()
