@@ -135,7 +135,8 @@ def save(
     Raises:
         CheckpointExistsError: something exists at `path`, and `overwrite` is false.
         UnsupportedLeafError: a leaf cannot be stored.
-        SettingsError: `custom_metadata` is too large, or `path` has a name that later saves clean up (`.NAME.aside`).
+        SettingsError: `custom_metadata` is too large, or `path` has a name that later saves clean up (`.NAME.aside`, or
+            at a URL `step-0000000100`).
         StorageError: the file system refused an operation. Previous contents of `path` are unchanged; or, if the disk
             fails again while they are restored, they are in the directory that the error names.
         CheckpointTimeoutError: the file system has not answered for ten minutes.

@@ -84,7 +84,7 @@ from jaxckpt_train.store.transaction import (
     Transaction,
     begin,
     refuse_existing,
-    refuse_temporary_name,
+    refuse_reserved_name,
     remove_stale_temporaries,
 )
 from jaxckpt_train.store.writer import WrittenArrays, write_arrays
@@ -130,7 +130,7 @@ class PathTarget:
 
     def check(self) -> None:
         """Raise CheckpointExistsError or SettingsError if the path is taken or reserved."""
-        refuse_temporary_name(self.final)
+        refuse_reserved_name(self.final)
         refuse_existing(self.backend, self.final, self.replace)
 
     def create_attempt(self) -> Transaction:

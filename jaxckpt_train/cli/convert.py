@@ -48,7 +48,7 @@ from jaxckpt_train.store.manifest import PartRecord
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.transaction import (
     refuse_existing_name,
-    refuse_temporary_name,
+    refuse_reserved_name,
     remove_stale_temporaries,
 )
 from jaxckpt_train.transforms.apply import apply_operations, parse_operation, parse_operations
@@ -312,7 +312,7 @@ def import_(
         document |= _to_be_written(source, parts or [each.name for each in source.committed.manifest.parts])
     else:
         refuse_existing_name(BACKEND, final)
-        refuse_temporary_name(final)
+        refuse_reserved_name(final)
         refuse_destination(BACKEND, final)
         remove_stale_temporaries(BACKEND, final)
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -51,7 +51,7 @@ from jaxckpt_train.store.removal import first_untracked_files, remove_replaced, 
 from jaxckpt_train.store.transaction import (
     begin,
     refuse_existing,
-    refuse_temporary_name,
+    refuse_reserved_name,
     remove_stale_temporaries,
 )
 from jaxckpt_train.store.verify import copy_verified, first_damage
@@ -87,7 +87,7 @@ def copy_checked(
             done = use_committed(backend, source.location, copy)
             owned.held.deleter.delete(same)
             return done
-    refuse_temporary_name(final)
+    refuse_reserved_name(final)
     refuse_existing(backend, final, replace, _OVERWRITE)
     remove_stale_temporaries(backend, final)
     return use_committed(backend, source.location, _Copy(backend, source, final, every_byte, progress, replace=replace))

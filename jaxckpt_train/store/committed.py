@@ -124,6 +124,11 @@ def is_data_folder(name: str) -> bool:
     return _DATA_FOLDER.fullmatch(name) is not None
 
 
+def is_step_folder(name: str) -> bool:
+    """Whether a run may give a step this name."""
+    return _STEP.fullmatch(name) is not None
+
+
 def checkpoint_path(directory: str) -> str:
     """The path by which users know the checkpoint in a directory: without the folder that its COMMIT names."""
     parent, name = os.path.split(directory)
@@ -272,7 +277,7 @@ def _linked_step(backend: Backend, path: str) -> str | None:
     stored = backend.read_record(f"{run}/{RECORD_NAME}")
     with contextlib.suppress(*NOT_JSON):
         target = None if stored is None else msgspec.json.decode(stored.data, type=_RunRecord).record.links.get(name)
-        if target is not None and _STEP.fullmatch(target):
+        if target is not None and is_step_folder(target):
             return f"{run}/{target}"
     return None
 
@@ -300,7 +305,7 @@ def diagnose_uncommitted(backend: Backend, directory: str) -> NotACheckpointErro
         return IncompleteCheckpointError(f"{directory}: has no {COMMIT_NAME}: never committed, or copied only in part")
     committed = [name for name in names if not name.startswith(".") and COMMIT_NAME in files[name]]
     if committed:
-        is_run = any(_STEP.fullmatch(name) for name in committed)
+        is_run = any(map(is_step_folder, committed))
         of_run = f"; jaxckpt_train.StepManager({directory!r}).load() reads the latest valid step"
         return NotACheckpointError(
             f"{directory}: expected a checkpoint, found a directory of {len(committed)}; pass one of them, such as "

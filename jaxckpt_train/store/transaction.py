@@ -59,6 +59,7 @@ from jaxckpt_train.store.committed import (
     attempt_paths,
     is_committed,
     is_data_folder,
+    is_step_folder,
     new_data_folder,
     read_pointer,
 )
@@ -562,12 +563,19 @@ def _exists(final: str) -> CheckpointExistsError:
     return CheckpointExistsError(f"{final}: already exists; {MOVE_IT_AWAY}")
 
 
-def refuse_temporary_name(final: str) -> None:
+def refuse_reserved_name(final: str) -> None:
     """Raise SettingsError if a later save would take this name for a leftover and remove it."""
-    if is_temporary_name(os.path.basename(final)):
+    name = os.path.basename(final)
+    if is_temporary_name(name):
         raise SettingsError(
             f"path: {final}: names like `.NAME.aside` and `.NAME.tmp-...` are reserved for unfinished saves, and later "
             "saves remove them; choose another name"
+        )
+    if is_url(final) and is_step_folder(name):
+        raise SettingsError(
+            f"path: {final}: expected a name unlike `step-0000000100`, which at a URL is reserved for the steps of a "
+            "run: its record would not have this one, so the run would remove it. Choose another name; to add a step "
+            "to a run, use StepManager or `jaxckpt cp`"
         )
 
 

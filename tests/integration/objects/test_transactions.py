@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.errors import CheckpointExistsError, StepNotFoundError, StorageError
+from jaxckpt_train.errors import CheckpointExistsError, SettingsError, StepNotFoundError, StorageError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN
 from tests.support.objects.faults import Fail, Faults, LoseResponse, Refuse, Request
@@ -339,3 +339,11 @@ def test_commit_that_arrives_before_its_repetition_is_own(cloud: StandIn) -> Non
     cloud.faults = LateArrival(cloud)
     jct.save(url, state_of(2), settings=settings, overwrite=True)
     assert jct.load(url, settings=settings)["state"]["step"] == 2
+
+
+def test_checkpoint_with_name_of_step_is_refused(cloud: StandIn) -> None:
+    """The record of a run there would not have it, so the run would remove it."""
+    for name in ("step-0000000007", "step-0000000007.0123456789abcdef"):
+        with pytest.raises(SettingsError, match=name):
+            jct.save(cloud.url(f"run/{name}"), {"w": 1})
+    assert cloud.objects.content == {}
