@@ -99,6 +99,8 @@ def _checked_url(subject: str, scheme: str, rest: str) -> str:
             f"{subject}: expected a URL without a user, a password or a query, found one with them, at "
             f"{_bare(scheme, rest)!r}: pass credentials by the environment, where the cloud's own tools find them"
         )
+    if not all(" " <= letter != "\x7f" for letter in rest):
+        refuse(subject, "a URL without control characters", _bare(scheme, rest))
     if wrong := [part for part in parts if part in ("", ".", "..")]:
         refuse(subject, f"a URL without the part {wrong[0]!r}", _bare(scheme, rest))
     return f"{scheme}://{'/'.join([bucket, *parts])}"

@@ -128,7 +128,9 @@ def test_url_is_a_directory(directory: str) -> None:
     assert hydra_directory_problem(directory) is None
 
 
-@pytest.mark.parametrize("directory", ["http://host/run", "s3://", "s3://bucket/../run", "s3a://user:word@bucket/run"])
+@pytest.mark.parametrize(
+    "directory", ["http://host/run", "s3://", "s3://bucket/../run", "s3://b/a\nb", "s3a://user:word@bucket/run"]
+)
 def test_other_url_is_refused(directory: str) -> None:
     with pytest.raises(jct.SettingsError, match=r"^checkpoint\.directory: expected a .*URL") as caught:
         resolve_directory(directory)

@@ -118,8 +118,11 @@ def _new_client(key: tuple[str, ObjectStoreSettings, str]) -> ObjectStore:
     config |= settings.options
     if settings.endpoint is not None:
         config[_ENDPOINT_OPTION[scheme]] = settings.endpoint
-    endpoints = [settings.endpoint or "", *(os.environ.get(name, "") for name in _ENDPOINT_VARIABLES[scheme])]
-    if any(each.startswith("http://") for each in endpoints):
+    variables = {each: value for each in _ENDPOINT_VARIABLES[scheme] if (value := os.environ.get(each))}
+    for variable, value in variables.items():
+        if not value.startswith(("http://", "https://")):  # obstore would panic
+            raise SettingsError(f"{variable}: expected a URL with http:// or https://, found one without: correct it")
+    if any(each.startswith("http://") for each in (settings.endpoint or "", *variables.values())):
         config["allow_http"] = "true"
     if settings.region is not None and scheme == "s3":
         config["region"] = settings.region
@@ -144,6 +147,7 @@ _ENDPOINT_VARIABLES = {
 _REGION_VARIABLES = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _clients = _Clients()
 _REFUSED = re.compile("status code: 40[13] ")
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 
 
 def _shown(error: BaseException) -> str:
@@ -164,6 +168,7 @@ def _storage_errors(action: str, path: str) -> Iterator[None]:
     except (StorageError, CorruptCheckpointError, SettingsError):
         raise
     except (exceptions.NotFoundError, FileNotFoundError) as error:
+        _refuse_missing_bucket(error, action, path)
         raise storage_error(errno.ENOENT, action, path) from _without_secrets(error)
     except exceptions.AlreadyExistsError as error:
         raise storage_error(errno.EEXIST, action, path) from _without_secrets(error)
@@ -176,8 +181,17 @@ def _storage_errors(action: str, path: str) -> Iterator[None]:
         if _REFUSED.search(str(error)):  # of a listing, for which obstore has no error of its own
             reason = f"the credentials were refused: {_shown(error)}"
             raise StorageError(errno.EACCES, f"cannot {action}: {reason}", path) from None
+        _refuse_missing_bucket(error, action, path)
         # Not EIO, which a restore takes for a damaged disk, so that it would go back to an older step.
         raise StorageError(errno.ETIMEDOUT, f"cannot {action}: {_shown(error)}", path) from None
+
+
+def _refuse_missing_bucket(error: BaseException, action: str, path: str) -> None:
+    """Raise StorageError if the service says that the bucket is missing: that is no empty prefix."""
+    if _NO_BUCKET.search(str(error)):
+        bucket = "/".join(path.split("/")[:3])
+        reason = f"there is no bucket {bucket}: create it, or correct its name"
+        raise StorageError(errno.ETIMEDOUT, f"cannot {action}: {reason}", path) from None
 
 
 def _without_secrets(error: BaseException) -> BaseException:
@@ -475,11 +489,13 @@ class ObjectBackend:
         _clients.probed.append(store)
 
 
-def _is_refused(error: Exception) -> bool:
+def _is_refused(error: Exception, mode: Literal["create"] | UpdateVersion) -> bool:
     """Whether a conditional put failed because its condition did not hold."""
     from obstore import exceptions
 
-    return isinstance(error, (exceptions.PreconditionError, exceptions.AlreadyExistsError, FileNotFoundError))
+    if isinstance(error, FileNotFoundError):
+        return mode != "create"  # else it is the bucket that is missing
+    return isinstance(error, (exceptions.PreconditionError, exceptions.AlreadyExistsError))
 
 
 def _token(meta: Any) -> UpdateVersion:
@@ -509,7 +525,7 @@ def _put_on_condition(place: _Place, data: bytes, mode: Literal["create"] | Upda
             now = "create"
         except Exception:  # noqa: BLE001  # the error of the put stands
             pass
-        if now is not None and _is_refused(error):
+        if now is not None and _is_refused(error, mode):
             return None
         if retries and now == mode:
             return _put_on_condition(place, data, mode, 0)

@@ -1,4 +1,4 @@
-"""An endpoint that does not answer is not taken for damage."""
+"""An endpoint that does not answer is not taken for damage, and a missing bucket not for an empty one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from tests.support.commands import run
 from tests.support.objects.faults import Action, Fail, Faults, Request
 from tests.support.objects.stand_in import StandIn
 
@@ -34,3 +35,20 @@ def test_restore_does_not_go_back_because_of_the_network(cloud: StandIn) -> None
         assert manager.restore()["state"]["w"][0] == 2
         assert manager.steps == [1, 2]
         assert not manager.damaged
+
+
+@pytest.mark.parametrize("cloud", ["s3", "gcs", "azure"], indirect=True)
+def test_missing_bucket_is_named(cloud: StandIn) -> None:
+    url = cloud.url("run").replace("bucket", "missing")
+    manager = jct.StepManager(url)
+    for act in (lambda: jct.save(url, {"w": 1}), lambda: jct.load(url), manager.own):
+        with pytest.raises(jct.StorageError, match=f"no bucket {url.removesuffix('/run')}:"):
+            act()
+    manager.close()
+    assert run("doctor", url, "--size-mib", 0).output.count("there is no bucket") == 2  # its listing and its put
+
+
+def test_endpoint_without_scheme_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9000")
+    with pytest.raises(jct.SettingsError, match="AWS_ENDPOINT_URL"):
+        jct.load("s3://bucket/a")
