@@ -41,7 +41,7 @@ _HOMES = {
     "pytree.flatten": ("PLACEHOLDER",),
     "run.retention": ("BestLink",),
     "run.saving": ("SaveResult",),
-    "settings": ("ObjectStoreSettings", "StoreSettings"),
+    "settings": ("FastTierSettings", "ObjectStoreSettings", "StoreSettings"),
     "store.verify": ("VerifyReport",),
 }  # fmt: skip
 _MODULES = ("errors", "testing")

@@ -70,6 +70,7 @@ from jaxckpt_train.preemption.sources import SlurmNotice as SlurmNotice
 from jaxckpt_train.pytree.flatten import PLACEHOLDER as PLACEHOLDER
 from jaxckpt_train.run.retention import BestLink as BestLink
 from jaxckpt_train.run.saving import SaveResult as SaveResult
+from jaxckpt_train.settings import FastTierSettings as FastTierSettings
 from jaxckpt_train.settings import ObjectStoreSettings as ObjectStoreSettings
 from jaxckpt_train.settings import StoreSettings as StoreSettings
 from jaxckpt_train.store.verify import VerifyReport as VerifyReport

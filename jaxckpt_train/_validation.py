@@ -139,6 +139,21 @@ def absolute_path(subject: str, value: Any, base: str = "") -> str:
         ) from error
 
 
+def fraction(subject: str, value: Any) -> float:
+    """Check for a fraction of something."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        refuse(subject, "a fraction above 0 and below 1, such as 0.035", value)
+    return float(value)
+
+
+def local_directory(subject: str, value: Any) -> str:
+    """Return the absolute path of a directory of the file system."""
+    found = absolute_path(subject, value)
+    if is_url(found):
+        refuse(subject, "a directory of this host, not a URL", value)
+    return found
+
+
 def named(subject: str, value: Any) -> Mapping[str, Any]:
     """Check for a mapping. The caller checks its names."""
     if not isinstance(value, Mapping):

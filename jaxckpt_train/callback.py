@@ -163,6 +163,7 @@ class CheckpointCallback:
         with with_fingerprint(self._options.fingerprint), progress_line("restoring", total, shown) as advance:
             values = restore_values(manager, trace_values(values), self._options.data_on_mismatch, advance)
         _log.info("resumed from step %s of %s", manager.restored_step, manager.directory)
+        manager.drain_newest()
         return values
 
     def _initialise(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -233,7 +234,8 @@ class CheckpointCallback:
             decision, is_last = self._decide(metrics)
             if not decision.save or self._is_saved():
                 return _NOT_DUE
-            result = self._save(decision.reason, force=is_last, temporary=decision.temporary and not is_last)
+            temporary = decision.temporary and not is_last
+            result = self._save(decision.reason, force=is_last, temporary=temporary, fast_only=decision.fast)
         # In `steps`, a save that has started is finished between two updates.
         return self._leave() if self._shutdown.must_leave() and not (result.saved and self._loop.in_steps) else result
 
@@ -246,12 +248,13 @@ class CheckpointCallback:
         step = self._last_label = loop.completed
         decision = self.manager.decide(step, metrics)
         passed = interval is not None and step // interval > before // interval
-        if interval is not None and passed and (decision.temporary or not decision.save):
+        if interval is not None and passed and (decision.temporary or decision.fast or not decision.save):
             why = f"save_interval_steps={interval}: the first step after {step // interval * interval}"
             decision = Decision(True, why)
         # Save the last update here and not at the exit: here the data is certain to be at this step's position.
         is_last = self._options.save_on_exit and loop.in_steps and step == loop.num_steps
-        return (Decision(True, "end of the loop") if is_last and not decision.save else decision), is_last
+        is_due = decision.save and not decision.fast
+        return (Decision(True, "end of the loop") if is_last and not is_due else decision), is_last
 
     def _refuse_unless_resumed(self) -> None:
         """Refuse to continue an existing run if the loop forgot to resume and started from scratch."""
@@ -324,6 +327,7 @@ class CheckpointCallback:
         temporary: bool = False,
         timeout_s: float | None = None,
         values: Mapping[str, Any] | None = None,
+        fast_only: bool = False,
     ) -> SaveResult:
         loop = self._loop
         assert loop.last is not None
@@ -341,6 +345,7 @@ class CheckpointCallback:
                     reason=reason,
                     temporary=temporary,
                     timeout_s=timeout_s,
+                    fast_only=fast_only,
                 )
             except (CheckpointExistsError, SettingsError) as error:
                 if self._saved is None or loop.step > self._saved:
@@ -372,6 +377,7 @@ class CheckpointCallback:
     def _save_before_leaving(self, values: Mapping[str, Any] | None = None) -> SaveResult:
         shutdown, step = self._shutdown, self._unsaved()
         if step is None:
+            self.manager.drain_newest()
             return NOTHING_NEW
         if not shutdown.has_time_to_save(step):
             return SaveResult(False, shutdown.plan)
@@ -615,6 +621,7 @@ def _make_manager(options: CallbackOptions, policy: SavePolicy) -> StepManager:
         save_decision_policy=policy,
         preservation_policy=preservation_policy(options),
         best_link=BestLink(str(options.best_metric), options.best_mode) if options.best_link else None,
+        fast_tier=options.fast_tier,
         frozen=options.frozen,
         settings=options.store,
         if_busy=options.if_busy,

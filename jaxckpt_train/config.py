@@ -41,7 +41,14 @@ from jaxckpt_train._validation import (
 )
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.metrics.events import Owned, Sink
-from jaxckpt_train.settings import STALL_TIMEOUT_S, ObjectStoreSettings, StoreSettings, check_object_store
+from jaxckpt_train.settings import (
+    STALL_TIMEOUT_S,
+    FastTierSettings,
+    ObjectStoreSettings,
+    StoreSettings,
+    check_fast_tier,
+    check_object_store,
+)
 
 if TYPE_CHECKING:
     from jaxckpt_train.policies.context import PreservationPolicy, SavePolicy
@@ -131,6 +138,9 @@ class CallbackOptions:
         frozen: patterns of the paths of leaves that never change, such as "base/**": one or a list. A save writes them
             to files of their own, and later ones take these over. Leaves that happen not to change are found without
             it, a save or two later. None: no such leaves.
+        fast_tier: save more often to a directory of each host, from where the steps that are due by the options above
+            are copied to `directory`: a FastTierSettings, in YAML a node with its fields, or only its directory. None:
+            save to `directory` alone.
         save_on_exit: save the last step when the loop ends.
         save_on_error: save the last completed update when the loop ends with an exception or Ctrl-C. The exception is
             raised as usual. Has no effect in a multi-process job. The callback then records the position in the data at
@@ -191,6 +201,7 @@ class CallbackOptions:
     best_link: bool = False
     keep_policy: PreservationPolicy | Node | None = None
     frozen: Annotated[str | Sequence[str], leaf_patterns] | None = None
+    fast_tier: Annotated[FastTierSettings, check_fast_tier] | None = None
     save_on_exit: bool = True
     save_on_error: bool = False
     save_initial: bool = False
@@ -304,7 +315,8 @@ def config_schema() -> type:
     """
     objects = _schema_of(ObjectStoreSettings, "ObjectStoreConfig")
     store = _schema_of(StoreSettings, "StoreConfig", object_store=objects)
-    return _schema_of(CheckpointConfig, "CheckpointConfig", store=store, object_store=objects)
+    tier = _schema_of(FastTierSettings, "FastTierConfig")
+    return _schema_of(CheckpointConfig, "CheckpointConfig", store=store, object_store=objects, fast_tier=tier)
 
 
 def _schema_of(settings: type, name: str, **nested: type) -> type:
@@ -318,6 +330,8 @@ def _schema_of(settings: type, name: str, **nested: type) -> type:
         elif isinstance(field.default, tuple):
             make_list: Any = functools.partial(list, field.default)
             fields.append((field.name, list[Any], dataclasses.field(default_factory=make_list)))
+        elif field.default is dataclasses.MISSING:  # null: not configured
+            fields.append((field.name, Any, None))
         else:
             fields.append((field.name, kind, field.default))
     return dataclasses.make_dataclass(name, fields, kw_only=True)

@@ -3,52 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
-
-import msgspec
 
 from jaxckpt_train._validation import flag, leaf_patterns, stated_mode, time_limit
 from jaxckpt_train.checkpoint import PathLike, absolute, load_checkpointables
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.checkpointables.unchanged import UnchangedLeaves
-from jaxckpt_train.distributed.coordinator import PollSchedule
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, SettingsError, suppress_secondary
 from jaxckpt_train.metrics.events import Sink, checked_sinks
 from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, SaveSlot
 from jaxckpt_train.policies.context import (
-    NOT_DUE,
     CheckpointInfo,
     Decision,
-    DecisionContext,
-    Failures,
     PreservationPolicy,
-    SaveCosts,
     SavePolicy,
-    decide,
     metric_name,
     rank_checkpoints,
     require_policy,
 )
-from jaxckpt_train.policies.cost_model import LoopTimer, ShutdownPlan, leave_early_s, plan_last_save
+from jaxckpt_train.policies.cost_model import ShutdownPlan, leave_early_s, plan_last_save
 from jaxckpt_train.run.catalog import step_not_found
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import StepVanishedError, check_step
-from jaxckpt_train.run.goodput import Attempt, Goodput, RunStatistics, add_event, goodput, settled
+from jaxckpt_train.run.fast_steps import FastSteps, fast_policy
+from jaxckpt_train.run.goodput import Attempt, Goodput, add_event, goodput, settled
 from jaxckpt_train.run.history import Clock, RunEvent, metrics_to_json, plain_metrics, utc_now
-from jaxckpt_train.run.job import JobSync, decided_locally, depends_on_step, may_save
+from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.run.restoring import RunRestore, describe_listed
 from jaxckpt_train.run.retention import BestLink
 from jaxckpt_train.run.saving import Drift, SaveRequest, SaveResult, StepSave
-from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
+from jaxckpt_train.run.scheduling import SaveScheduler
+from jaxckpt_train.settings import STALL_TIMEOUT_S, FastTierSettings, StoreSettings, checked_settings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.by_path import backend_for
 from jaxckpt_train.store.reader import ReadProgress, polling
@@ -57,124 +50,6 @@ from jaxckpt_train.store.timeouts import time_limited
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
-
-
-class _Answer(msgspec.Struct, array_like=True):
-    decision: Decision
-    has_steps: bool
-    is_over: bool  # whether the previous save has ended
-    next: int  # the number of calls until the next poll
-
-
-class SaveScheduler:
-    """Decides which steps of a run to save, and measures the loop. Without a policy, every step is saved.
-
-    All processes of a job ask about the same steps in the same order, and take the same decisions. A policy that
-    depends only on the step is evaluated by each process on its own. One that depends on time is evaluated by the
-    primary, about once a second, and every other policy, such as a user's, by the primary at every step.
-    """
-
-    def __init__(
-        self, policy: SavePolicy | None, run: RunDirectory, save_slot: SaveSlot, job_sync: JobSync, clock: Clock
-    ) -> None:
-        self._policy, self._run, self._save_slot, self._clock = policy, run, save_slot, clock
-        self._job_sync, self._poll_schedule, self._has_steps = job_sync, PollSchedule(job_sync.processes), False
-        self._started = clock()
-        self.clock, self._recalled = LoopTimer(), RunStatistics()
-        job_sync.decides = decided_locally(policy)
-        self.reached_preemption = False
-        # In a multi-process job, a decision to save whose save has not started yet.
-        self._asked: tuple[int, Decision] | None = None
-
-    def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
-        """Return whether to save a step, and why; see `StepManager.decide`."""
-        policy = self._policy
-        if policy is None:
-            return Decision(True, "no save policy: every call saves")
-        with self.call(step):
-            return self._decide(policy, step, metrics)
-
-    @contextlib.contextmanager
-    def call(self, step: int) -> Iterator[None]:
-        """Record that the loop has called with this step, and that it continues after the `with` block."""
-        self._run.log.completed = step
-        self.clock.entered(step, self._save_slot.is_running())
-        try:
-            yield
-        finally:
-            self.clock.left(step, self._save_slot.is_running())
-
-    def _decide(self, policy: SavePolicy, step: int, metrics: Mapping[str, Any] | None) -> Decision:
-        now = self._clock()
-        context = DecisionContext(
-            now,
-            is_saving_in_progress=self._save_slot.is_running(),
-            reached_preemption=self.reached_preemption,
-            read_metrics=None if metrics is None else functools.partial(plain_metrics, metrics),
-            run_started=self._started,
-            read_costs=self.costs,
-            read_failures=functools.partial(self._failures, now),
-        )
-        info = CheckpointInfo(step, now)
-
-        if self._job_sync.is_single_process:
-            return decide(policy, info, self._previous(), context)
-        if depends_on_step(policy):
-            return decide(policy, info, (), context)
-        # A loop that called `should_save` and now saves gets the same answer without another agreement.
-        if self._asked is not None and self._asked[0] == step:
-            return self._asked[1]
-        found, is_polled = NOT_DUE, self._poll_schedule.is_due()
-        if may_save(policy, info, context, is_polled=is_polled, has_steps=self._has_steps):
-            found = self._ask_primary(policy, info, context, is_polled=is_polled)
-        self._asked = (step, found) if found.save else None
-        return found
-
-    def _previous(self) -> tuple[CheckpointInfo, ...]:
-        return (*self._run.infos(), *self._save_slot.running_info())
-
-    def _ask_primary(
-        self, policy: SavePolicy, info: CheckpointInfo, context: DecisionContext, *, is_polled: bool
-    ) -> Decision:
-        """Let the primary decide for all processes, which then report the outcome of the previous save alike."""
-
-        def say() -> bytes:
-            previous = self._previous()
-            decision, has_steps = decide(policy, info, previous, context), bool(previous)
-            following = self._poll_schedule.next() if is_polled else 0
-            is_over = self._save_slot.has_unreported_outcome()
-            return msgspec.msgpack.encode(_Answer(decision, has_steps, is_over, following))
-
-        sent = self._job_sync.job.broadcast(f"deciding whether to save step {info.step}", say)
-        answer = msgspec.msgpack.decode(sent, type=_Answer)
-        self._has_steps = self._has_steps or answer.has_steps or answer.decision.save
-        if is_polled:
-            self._poll_schedule.set_next(answer.next)
-        if answer.is_over:
-            self._save_slot.report_outcome()
-        return answer.decision
-
-    def save_started(self) -> None:
-        """Forget the last decision, since a save has started."""
-        self._asked = None
-
-    def costs(self) -> SaveCosts:
-        """Return what saves have cost in this process or in earlier ones of the run. May read the history."""
-        return self._costs_after(self._run.past)
-
-    def known_costs(self) -> SaveCosts:
-        """As `costs`, as far as the history has been read."""
-        return self._costs_after(self._run.known_past)
-
-    def _costs_after(self, past: RunStatistics) -> SaveCosts:
-        if past is not self._recalled and past != RunStatistics():
-            self._recalled = past
-            self.clock.recall(past.cost_s, past.duration_s)
-        return self.clock.costs()
-
-    def _failures(self, now: datetime.datetime) -> Failures:
-        before = self._run.past.failures
-        return Failures(before.count, before.observed_s + max(0.0, (now - self._started).total_seconds()))
 
 
 class StepManager:
@@ -189,6 +64,7 @@ class StepManager:
         save_decision_policy: decides which steps `save` saves. None: every step.
         preservation_policy: decides which committed steps are kept. None: all of them.
         best_link: maintain a link in the directory that points to the best step. None: no link.
+        fast_tier: save more often to a directory on each host, from where some steps are copied to `directory`.
         frozen: patterns of leaf paths, such as "params/base/**", that never change: only the first save writes them.
             Of other leaves that do not change, this holds from the third save on.
         settings: how checkpoints are stored.
@@ -214,6 +90,7 @@ class StepManager:
         save_decision_policy: SavePolicy | None = None,
         preservation_policy: PreservationPolicy | None = None,
         best_link: BestLink | None = None,
+        fast_tier: FastTierSettings | None = None,
         frozen: str | Sequence[str] | None = None,
         settings: StoreSettings | None = None,
         if_busy: Literal["wait", "skip"] = "wait",
@@ -247,8 +124,16 @@ class StepManager:
         self.history = self._run.history
         self._job_sync = JobSync(current(), self.settings.barrier_timeout_s, self._run)
         self._save_scheduler = SaveScheduler(
-            save_decision_policy, self._run, self._save_slot, self._job_sync, self._clock
+            save_decision_policy,
+            self._run,
+            self._save_slot,
+            self._job_sync,
+            self._clock,
+            None if fast_tier is None else fast_policy(fast_tier),
         )
+        self._fast: FastSteps | None = None
+        if fast_tier is not None:
+            self._fast = FastSteps(fast_tier, self._run, self._job_sync, self.settings, self._clock)
         self.history.send_to(checked_sinks("StepManager.sinks", sinks))
         self.deferring_errors, self.leave_to_parent = self._save_slot.deferring_errors, self._save_slot.leave_to_parent
         self._unchanged = UnchangedLeaves(None if frozen is None else leaf_patterns("StepManager.frozen", frozen))
@@ -264,7 +149,15 @@ class StepManager:
     def latest(self) -> int | None:
         """The step that was committed last; after a roll-back, on the new branch. None: there is none."""
         found = self._run.newest()
+        fast = self._run.fast_line()
+        if fast and (not found or fast[-1].order > found[-1].order):
+            return fast[-1].step
         return found[-1].step if found else None
+
+    @property
+    def fast_steps(self) -> list[int]:
+        """The steps on the fast tier in ascending order, as far as this process has saved or looked for them."""
+        return sorted(entry.step for entry in self._run.fast_line())
 
     @property
     def damaged(self) -> list[int]:
@@ -312,12 +205,12 @@ class StepManager:
         """Describe what a step contains; None: the latest step. Raises StepNotFoundError if there is no such step."""
         if not self._job_sync.is_primary:
             try:
-                return describe_listed(self._run.backend, self.directory, self._run.candidates(step))
+                return describe_listed(self._run, self._run.candidates(step, fast=True))
             except StepVanishedError as gone:
                 raise step_not_found(self.directory, step, self._run.newest()) from gone
         while True:
-            with contextlib.suppress(StepVanishedError), self._run.holding_candidates(step) as (listed, _):
-                return describe_listed(self._run.backend, self.directory, listed)
+            with contextlib.suppress(StepVanishedError), self._run.holding_candidates(step, fast=True) as (listed, _):
+                return describe_listed(self._run, listed)
 
     @property
     def is_primary(self) -> bool:
@@ -402,6 +295,8 @@ class StepManager:
         """Take the directory for this process and clean up after dead owners. The first save calls this by itself."""
         self._check_open()
         self._job_sync.own()
+        if self._fast is not None:
+            self._fast.own()
 
     def on_all(self, doing: str, act: Callable[[], T]) -> T:
         """Call a function in all processes of the job. An error that it raises in one of them is raised in all."""
@@ -423,9 +318,20 @@ class StepManager:
         """Return whether a step that this process saved is committed or being saved; all processes of a job agree."""
         return bool(
             self._job_sync.on_primary(
-                f"looking for step {step}", lambda: self.is_saving_in_progress() or self._run.is_committed(step)
+                f"looking for step {step}",
+                lambda: self.is_saving_in_progress() or self._run.is_committed(step) or step in self.fast_steps,
             )
         )
+
+    def drain_newest(self) -> None:
+        """Begin to copy the newest step to the directory of the run, if it is only on the fast tier."""
+        if self._fast is None:
+            return
+        self._save_slot.wait_until_ended()
+        newest = self._job_sync.on_primary("choosing a step to drain", self._fast.undrained)
+        if newest is not None:
+            name, step = newest
+            self._fast.drain(name, step, self._job_sync.channel("drain", self.settings.barrier_timeout_s))
 
     def is_saving_in_progress(self) -> bool:
         """Return whether a save is running in the background."""
@@ -443,6 +349,7 @@ class StepManager:
         temporary: bool = False,
         reason: str | None = None,
         timeout_s: float | None = None,
+        fast_only: bool = False,
     ) -> SaveResult:
         """Save a step if the policy asks for it. Return once the state is copied; the save continues in the background.
 
@@ -456,6 +363,7 @@ class StepManager:
             temporary: delete the step after the next commit.
             reason: why the step is saved, if that is already decided. The policy is then not asked.
             timeout_s: the time limit for the end of the running save, and again for copying the state. None: no limit.
+            fast_only: save the step to the fast tier, and do not copy it to the directory of the run.
 
         Returns:
             Whether the step is being saved, and why or why not.
@@ -482,6 +390,8 @@ class StepManager:
                 return SaveResult(False, decision.reason)
             started = time.perf_counter()
             self._job_sync.hold()
+            if self._fast is not None:
+                self._fast.own()
             limit_s = time_limit("StepManager.save: timeout_s", timeout_s)
             overwrite = flag("StepManager.save: overwrite", overwrite)
             skip_reason = self._wait_until_free(step, force, limit_s, overwrite)
@@ -490,7 +400,18 @@ class StepManager:
             wait_s = time.perf_counter() - started
             cost_s, is_temporary = self._save_scheduler.known_costs().cost_s, temporary or decision.temporary
             why = decision.reason
-            request = SaveRequest(step, why, metrics, custom_metadata, is_temporary, decide_s, wait_s, cost_s)
+            request = SaveRequest(
+                step,
+                why,
+                metrics,
+                custom_metadata,
+                is_temporary,
+                decide_s,
+                wait_s,
+                cost_s,
+                fast_only=fast_only or decision.fast,
+                must_drain=force,
+            )
             return self._begin(request, checkpointables, force, timeout_s)
 
     def _wait_until_free(self, step: int, force: bool, timeout_s: float | None, overwrite: bool) -> str | None:
@@ -501,6 +422,8 @@ class StepManager:
             skip_reason = slot.wait_until_free(step, force, timeout_s)
             if skip_reason is None:
                 self._run.refuse(step, overwrite=overwrite)
+                if self._fast is not None and not overwrite:
+                    self._fast.refuse(step)
             return skip_reason
 
         try:
@@ -525,7 +448,8 @@ class StepManager:
             clock=self._clock,
             timer=self._save_scheduler.clock,
             drift=self.drift,
-            unchanged=self._unchanged,
+            unchanged=self._unchanged if self._fast is None else self._fast.unchanged,
+            fast=self._fast,
         )
         now, metrics = self._clock(), save.metrics or None
         slot = self._save_slot
@@ -579,10 +503,11 @@ class StepManager:
         if self.is_in_loop and not flag("StepManager.restore: roll_back", roll_back):
             return self.load(targets, step, progress=progress)
         self.wait()
-        restore = RunRestore(self._run, self._job_sync, targets, self.settings, progress)
+        restore = RunRestore(self._run, self._job_sync, targets, self.settings, progress, self._fast)
         with polling(progress):
             results, self.restored_step = restore.restore(step, warns=not roll_back)
-        self._unchanged.restored(self._run.backend, restore.committed, self._job_sync.job.process, self.settings)
+        unchanged = self._unchanged if self._fast is None else self._fast.unchanged
+        unchanged.restored(restore.backend, restore.committed, self._job_sync.job.process, self.settings)
         return results
 
     def load(
@@ -595,7 +520,7 @@ class StepManager:
         if not self._job_sync.is_single_process:
             return load_checkpointables(self.path(step), targets, settings=self.settings, progress=progress)
         with polling(progress):
-            return RunRestore(self._run, self._job_sync, targets, self.settings, progress).load(step)
+            return RunRestore(self._run, self._job_sync, targets, self.settings, progress, self._fast).load(step)
 
     def check(self) -> None:
         """Raise the error of a failed background save, once. In a job, the next save raises it in all processes."""
@@ -611,9 +536,21 @@ class StepManager:
         if error is not None:
             raise error
 
-    def settle(self, timeout_s: float | None = None, until: Callable[[], bool] | None = None) -> BaseException | None:
-        """Wait like `wait`, or until `until` returns true, but return the error of a failed save."""
-        return self._save_slot.settle(time_limit("timeout_s", timeout_s), until=until)
+    def settle(
+        self,
+        timeout_s: float | None = None,
+        until: Callable[[], bool] | None = None,
+        *,
+        waits_for_copies: bool = True,
+    ) -> BaseException | None:
+        """Wait like `wait`, or until `until` returns true, but return the error of a failed save.
+
+        `waits_for_copies`: also wait until steps of the fast tier are copied to the directory of the run.
+        """
+        error = self._save_slot.settle(time_limit("timeout_s", timeout_s), until=until)
+        if error is None and waits_for_copies and self._fast is not None:
+            error = self._fast.settle(timeout_s, until)
+        return error
 
     def leave_when(self, is_asked: Callable[[], bool], is_time_up: Callable[[], bool]) -> None:
         """Stop waiting for a previous save when asked to leave, and for the copy of a state when the time is up."""
@@ -639,9 +576,11 @@ class StepManager:
 
     wait_until_finished = wait
 
-    def leaves(self) -> None:
-        """Let the policies know that the job was asked to stop."""
+    def leaves(self, left_s: float | None = None) -> None:
+        """Let the policies know that the job was asked to stop, and has `left_s` seconds left; None: no limit."""
         self._save_scheduler.reached_preemption = True
+        if self._fast is not None:
+            self._fast.leave(left_s)
 
     def give_up(self, exit_code: int) -> None:
         """Do not wait for the running save, not even at the end of the process, which then has this exit code."""
@@ -675,6 +614,8 @@ class StepManager:
             ends_at = time.monotonic() + longest_s
             self._save_slot.when_ended(functools.partial(self._run.close, longest_s, until))
             self.history.finish(ends_at - time.monotonic(), until)
+            if self._fast is not None:
+                self._save_slot.when_ended(self._fast.close)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -175,6 +175,10 @@ class PendingSave(Generic[T]):
             raise CheckpointTimeoutError(f"saving {self.subject}: {reason}; the save continues")
         return self.committed.exception()
 
+    def wait_until_ended(self) -> None:
+        """Wait until the save has committed or failed; an error does not count as seen."""
+        self._ended.wait()
+
     def error(self) -> BaseException | None:
         """Return the error so far. It does not count as seen."""
         return self.committed._exception
@@ -503,6 +507,11 @@ class SaveSlot:
             return error
         self.pending = None
         return None if self._is_without_state else error
+
+    def wait_until_ended(self) -> None:
+        """Wait until the running save has ended, its time is up, or it makes no progress; report nothing."""
+        if (pending := self.pending) is not None:
+            pending.wait_for(pending._ended, None, LAST_PATIENCE_S, self.is_time_up)
 
     def wait_until_free(self, step: int, force: bool, timeout_s: float | None) -> str | None:
         """Wait until the slot is free for the save of `step`; if the step is skipped instead, return the reason."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,9 @@ from jaxckpt_train._validation import (
     check_fields,
     duration,
     endpoint,
+    fraction,
     known_keys,
+    local_directory,
     refuse,
     seconds,
     text,
@@ -96,6 +99,67 @@ def check_object_store(subject: str, value: Any) -> ObjectStoreSettings:
         return ObjectStoreSettings(**known_keys(subject, value, names))
     except SettingsError as error:
         raise SettingsError(str(error).replace("ObjectStoreSettings.", f"{subject}.", 1)) from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FastTierSettings:
+    """A fast tier: a directory on each host, to which a run saves often. An instance checks its values when created.
+
+    Attributes:
+        directory: a directory that each host has for itself, on a local disk or in memory (tmpfs).
+        interval_steps: save to the fast tier at every multiple of this step. None: not by steps.
+        max_fraction: save to the fast tier as often as this fraction of the training time allows, above 0 and below 1;
+            see `OverheadBudgetPolicy`. None: not by time. Without `interval_steps`, 0.035.
+        redundancy: what protects the files of a host against its loss. "partner": a copy on the next host. "xor":
+            parity over up to eight hosts, of which one may be lost. "p+q": the same, and two may be lost. "none":
+            nothing; enough if the directory outlives what may fail.
+        keep: how many of the newest steps stay on the fast tier.
+        max_bytes: keep fewer steps if they take more than this on a host, with what it holds for others. The newest
+            one is kept in any case, and one that is being written is not counted. None: no limit.
+        failure_domain: processes with equal texts are lost together, so they do not protect each other. None: those on
+            one machine.
+        address: the address of this host at which it serves its files to the others. None: that of the interface
+            through which it reaches process 0.
+        port: the port. 0: any free one.
+        timeout_s: how many seconds another host may take to answer.
+
+    Raises:
+        SettingsError: a value is out of range or of the wrong type.
+    """
+
+    directory: Annotated[str, local_directory]
+    interval_steps: Annotated[int, whole(1)] | None = None
+    max_fraction: Annotated[float, fraction] | None = None
+    redundancy: Literal["none", "partner", "xor", "p+q"] = "partner"
+    keep: Annotated[int, whole(1, 1000)] = 2
+    max_bytes: Annotated[int, whole(1, _MOST)] | None = None
+    failure_domain: Annotated[str, text] | None = None
+    address: Annotated[str, text] | None = None
+    port: Annotated[int, whole(0, 65535)] = 0
+    timeout_s: Annotated[float, seconds] = 30.0
+
+    def __post_init__(self) -> None:
+        check_fields("FastTierSettings", self)
+
+
+def check_fast_tier(subject: str, value: Any) -> FastTierSettings | None:
+    """Check for a FastTierSettings, a mapping with its fields, or a directory. None: its directory is None."""
+    if isinstance(value, FastTierSettings):
+        return value
+    if isinstance(value, str | os.PathLike):
+        value = {"directory": value}
+    if not isinstance(value, Mapping):
+        refuse(subject, "a directory, a FastTierSettings, or a mapping with its fields", type(value).__name__)
+    names = [field.name for field in dataclasses.fields(FastTierSettings)]
+    given = known_keys(subject, value, names)
+    if given.get("directory", ...) is None:
+        return None
+    if "directory" not in given:
+        refuse(subject, "the key directory, with a directory of each host", ", ".join(given) or "nothing")
+    try:
+        return FastTierSettings(**given)
+    except SettingsError as error:
+        raise SettingsError(str(error).replace("FastTierSettings.", f"{subject}.", 1)) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

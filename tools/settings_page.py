@@ -1,7 +1,7 @@
 """Write the tables of docs/reference/settings.md from the dataclasses that state the settings.
 
 The page chooses the groups and the order of the rows. Defaults and descriptions come from `CheckpointConfig`,
-`StoreSettings` and `ObjectStoreSettings`.
+`StoreSettings`, `ObjectStoreSettings` and `FastTierSettings`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxckpt_train.config import CallbackOptions, CheckpointConfig
-from jaxckpt_train.settings import ObjectStoreSettings, StoreSettings
+from jaxckpt_train.settings import FastTierSettings, ObjectStoreSettings, StoreSettings
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
 SECTIONS = {
     "## `CheckpointCallback`": (CheckpointConfig, CallbackOptions),
     "## `StoreSettings`": (StoreSettings, StoreSettings),
     "## `ObjectStoreSettings`": (ObjectStoreSettings, ObjectStoreSettings),
+    "## `FastTierSettings`": (FastTierSettings, FastTierSettings),
 }
 _ROW = re.compile(r"^\| `(\w+)` \| .*$", re.MULTILINE)
 

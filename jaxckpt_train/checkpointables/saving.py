@@ -90,7 +90,7 @@ from jaxckpt_train.store.transaction import (
 from jaxckpt_train.store.writer import WrittenArrays, write_arrays
 
 T = TypeVar("T")
-_DIFFERS = b"differs"
+DIFFERS = b"differs"
 _NO_INDEX = part_index()  # a single process needs no index of what it has written
 MANY_PARTS, MANY_PARTS_EACH = 100_000, 16
 """With more parts of arrays than this, and more than this for each process, each process writes an index file."""
@@ -163,7 +163,7 @@ class _Coming(msgspec.Struct):
     groups: bytes
 
 
-class _Begun(msgspec.Struct):
+class BegunSave(msgspec.Struct):
     """The attempt. `shared` names the checkpointables with equal own values; `owners` is that of all processes.
 
     `seed` is that of the weights of boxes in index files; empty: there are none.
@@ -264,19 +264,10 @@ class CheckpointSave:
         The target is not kept: it may refer to this object, and such a ring would keep the state in memory.
         """
         try:
-            begun = self._begin(target)
-            if begun.owners:
-                self._own(begun.owners)
-            commit = functools.partial(self._commit, target)
-            # While this process waits, the progress of the others counts as progress of this save.
-            done = self._job.exchange(f"saving {self.subject}", self._write, commit, self.tracker.sign, self.tracker)
-            if done == _DIFFERS:
-                doing = f"comparing what the processes save as {self.subject}"
-                encoded = functools.partial(self._comparison.encoded, self.parts)
-                self._job.exchange(doing, encoded, _refuse_differences, self.tracker.sign)
+            committed = self._make_committed(target, self._begin(target))
             if self._unchanged is not None:
                 self._unchanged.committed(self._final, self.parts, self._written)
-            return self._committed or self._committed_elsewhere(begun, done)
+            return committed
         except BaseException as error:
             if self._unchanged is not None:
                 self._unchanged.forget()
@@ -285,14 +276,30 @@ class CheckpointSave:
         finally:
             self._end()
 
+    def _make_committed(self, target: SaveTarget, begun: BegunSave) -> Committed:
+        done = self._write_everywhere(begun, functools.partial(self._commit, target))
+        return self._committed or self._committed_elsewhere(begun, done)
+
+    def _write_everywhere(self, begun: BegunSave, merge: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        """Write the shards of all processes, and return what `merge` made in the primary of what they have written."""
+        if begun.owners:
+            self._own(begun.owners)
+        # While this process waits, the progress of the others counts as progress of this save.
+        done = self._job.exchange(f"saving {self.subject}", self._write, merge, self.tracker.sign, self.tracker)
+        if done == DIFFERS:
+            doing = f"comparing what the processes save as {self.subject}"
+            encoded = functools.partial(self._comparison.encoded, self.parts)
+            self._job.exchange(doing, encoded, _refuse_differences, self.tracker.sign)
+        return done
+
     def _end(self) -> None:
         close_parts(self.parts)
         self._job.end()
 
-    def _begin(self, target: SaveTarget) -> _Begun:
+    def _begin(self, target: SaveTarget) -> BegunSave:
         begin = functools.partial(self._begin_attempt, target)
         answer = self._job.exchange(self._beginning, self._coming, begin, self.tracker.sign)
-        begun = msgspec.msgpack.decode(answer, type=_Begun)
+        begun = msgspec.msgpack.decode(answer, type=BegunSave)
         self._directory, self._final = os.fsdecode(begun.directory), os.fsdecode(begun.final)
         self._shared, self._index_seed = frozenset(begun.shared), begun.seed
         if begun.writes_everything and self._unchanged is not None:
@@ -330,7 +337,7 @@ class CheckpointSave:
         owners = {name: owner for each in coming for name, owner in each.owners.items()}
         info, everything = msgspec.json.encode(target.info), target.writes_everything()
         seed = secrets.token_bytes(SEED_BYTES) if self._writes_index_files(coming) else b""
-        return msgspec.msgpack.encode(_Begun(*paths, info, shared, owners, everything, seed))
+        return msgspec.msgpack.encode(BegunSave(*paths, info, shared, owners, everything, seed))
 
     def _writes_index_files(self, coming: Sequence[_Coming]) -> bool:
         """Whether each process writes an index file. Readers must form the same groups of arrays as all writers."""
@@ -387,9 +394,13 @@ class CheckpointSave:
             self._write_own_file(index_name(folder_of(self._records), self._job.process), data)
         return summary
 
+    def _sees_all_files(self) -> bool:
+        """Whether each process writes into a directory in which it sees the files of the others at once."""
+        return not is_url(self._directory)
+
     def _refuse_unseen(self) -> None:
         """Raise CheckpointError if this process does not see the directory that the primary has created."""
-        if is_url(self._directory):  # which exists with its first object
+        if not self._sees_all_files():  # it exists with its first object
             return
         try:
             self._backend.list(self._directory)
@@ -428,7 +439,7 @@ class CheckpointSave:
 
     def _write_value(self, part: StagedPart) -> PartIndex:
         files = self._own_value(part)
-        if part.own_files is not None and is_url(self._directory):
+        if part.own_files is not None and not self._sees_all_files():
             files = self._upload_own_files(part, part.own_files)
         elif part.own_files is not None:  # the primary adopts them when it commits
             part.own_files.write(Path(self._directory, part.name))
@@ -501,14 +512,31 @@ class CheckpointSave:
 
     def _commit(self, target: SaveTarget, values: Sequence[bytes]) -> bytes:
         """In the primary: commit what all processes have written, unless they differ in what must be the same."""
+        started, transaction = time.perf_counter(), self.transaction
+        manifest = self._merge(target, values)
+        if manifest is None:
+            return DIFFERS
+        assert transaction is not None
+        begun = time.perf_counter()
+        self.times.write_s += begun - started
+        self._committed = committed = transaction.commit(manifest, replace=target.replace)
+        self.times.commit_s = time.perf_counter() - begun
+        return self._done(target, committed)
+
+    def _done(self, target: SaveTarget, committed: Committed) -> bytes:
+        """In the primary: record the commit, and return the message about it."""
+        self.result = target.after_commit(committed)
+        return msgspec.msgpack.encode(_Done(committed.manifest_sha256, committed.data_bytes, self.result))
+
+    def _merge(self, target: SaveTarget, values: Sequence[bytes]) -> Manifest | None:
+        """In the primary: the manifest of what all processes have written; None: they differ in what must be equal."""
         transaction = self.transaction
         assert transaction is not None
-        started = time.perf_counter()
         segments, parts, index = self._segments, self._records, None
         if not self._is_single_process:
             indexes = [decode_index(value) for value in values]
             if any(index.alike != indexes[0].alike for index in indexes):
-                return _DIFFERS
+                return None
             segments, parts = merge_indexes(self._records, indexes)
             self.times.taken_bytes = sum(index.taken_bytes for index in indexes)
             index = self._write_tables(
@@ -518,7 +546,7 @@ class CheckpointSave:
         for number, part in enumerate(self.parts):
             self._progress(0)
             if part.own_files is not None:
-                if is_url(transaction.directory):  # every process has written its files
+                if not self._sees_all_files():  # every process has written its files
                     files = _without_repetitions(part.name, parts[number].files)
                 else:
                     files = transaction.adopt_folder(part.name, self._progress)
@@ -527,15 +555,9 @@ class CheckpointSave:
                 file = transaction.write_file(value_file(part.name), part.value)
                 parts[number] = msgspec.structs.replace(parts[number], files=(file,))
         taken = {"taken_bytes": self.times.taken_bytes} if self.times.taken_bytes else {}
-        manifest = self._manifest({**target.info, **taken}, segments, parts, index)
-        begun = time.perf_counter()
-        self.times.write_s += begun - started
-        self._committed = committed = transaction.commit(manifest, replace=target.replace)
-        self.times.commit_s = time.perf_counter() - begun
-        self.result = target.after_commit(committed)
-        return msgspec.msgpack.encode(_Done(committed.manifest_sha256, committed.data_bytes, self.result))
+        return self._manifest({**target.info, **taken}, segments, parts, index)
 
-    def _committed_elsewhere(self, begun: _Begun, done: bytes) -> Committed:
+    def _committed_elsewhere(self, begun: BegunSave, done: bytes) -> Committed:
         """In the other processes: describe the checkpoint that the primary has committed."""
         message = msgspec.msgpack.decode(done, type=_Done)
         self.result = message.result

@@ -70,6 +70,16 @@ def current() -> Coordinator:
     return _coordinators.get(global_state.client)
 
 
+def coordinator_host() -> str | None:
+    """The address of the host whose process 0 runs the coordination service; None: a single process."""
+    if current().processes == 1:
+        return None
+    from jax._src.distributed import global_state
+
+    address = global_state.coordinator_address
+    return None if address is None else str(address).rpartition(":")[0].strip("[]")
+
+
 class PreemptionService:
     """JAX's own preemption service: it notices a SIGTERM of any process and lets all of them stop at one point.
 

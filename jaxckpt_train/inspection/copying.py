@@ -41,6 +41,7 @@ from jaxckpt_train.store.committed import (
     Committed,
     attempt_paths,
     committed_identity,
+    folders_of,
     is_committed,
     is_data_folder,
     use_committed,
@@ -112,6 +113,7 @@ class _Copy:
             publish = functools.partial(self.run.publish, os.path.basename(self.final), info)
         transaction = begin(self.backend, self.final, settings, publish, is_step=self.run is not None)
         try:
+            transaction.add_folders(folders_of(committed.manifest))
             copy_verified(self.backend, committed, transaction, settings, self.progress)
             done = transaction.complete(msgspec.structs.replace(committed.manifest, info=info))
             damage = first_damage(self.backend, transaction.directory, self.progress) if self.every_byte else None

@@ -135,11 +135,13 @@ class Decision:
         reason: the policies that asked for the save, such as "FixedIntervalPolicy(interval=500)", or why it is not
             saved. A policy may state its own reason by a method `reason` with the arguments of `should_save`.
         temporary: whether the step is deleted after the next commit.
+        fast: whether the step is only due on the fast tier.
     """
 
     save: bool
     reason: str
     temporary: bool = False
+    fast: bool = False
 
 
 NOT_DUE: Final = Decision(False, "not due: no save policy asked for this step")

@@ -260,9 +260,9 @@ class GracefulShutdown:
             Exception: the original error of the last save if it failed; that of the running one if there was no other.
         """
         self.reach(Outcome.LEAVING)
-        self._manager.leaves()
+        self._manager.leaves(self.left_s())
         try:
-            before = self._manager.settle(self.left_s())
+            before = self._manager.settle(self.left_s(), waits_for_copies=False)
             if before is not None:
                 _log.error("the previous save failed", exc_info=before)
             result = NOTHING_NEW if save is None else save()

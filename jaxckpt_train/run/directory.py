@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import logging
 import threading
 import uuid
@@ -19,11 +18,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxckpt_train._validation import is_url
-from jaxckpt_train.errors import CheckpointError, DirectoryLockedError, StorageError
+from jaxckpt_train.errors import DirectoryLockedError, StorageError
 from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, PreservationPolicy
 from jaxckpt_train.run.catalog import (
     leftovers,
-    refuse_checkpoint,
     refuse_uncommitted,
     scan_with_record,
     step_not_found,
@@ -51,94 +49,18 @@ from jaxckpt_train.run.entry import (
 )
 from jaxckpt_train.run.goodput import RunStatistics
 from jaxckpt_train.run.history import History, RunLog
-from jaxckpt_train.run.lock import OwnerLock, try_to_write
+from jaxckpt_train.run.lock import OwnerLock
+from jaxckpt_train.run.ownership import Beat, Ownership, finish_and_release, release_later, try_directory
 from jaxckpt_train.run.record import Annotation, RecordKeeper
 from jaxckpt_train.run.retention import BestLink, Deleter, LinkToBest, expired_names, replaced
 from jaxckpt_train.run.scrubber import Scrubber
-from jaxckpt_train.store.backends.base import GONE, Backend, objects_of, sync_directory
-from jaxckpt_train.store.backends.local import mount_warnings
+from jaxckpt_train.store.backends.base import Backend, sync_directory
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.threads import free_in_child
-from jaxckpt_train.store.timeouts import report_progress, time_limited
+from jaxckpt_train.store.timeouts import time_limited
 
 _log = logging.getLogger("jaxckpt_train")
 _TRIES = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Ownership:
-    """The lock of a run directory and the background workers of its owner."""
-
-    lock: OwnerLock
-    deleter: Deleter
-    scrubber: Scrubber
-    log: RunLog
-
-
-def release_later(held: Ownership) -> None:
-    """Release the lock when pending deletions are finished. Returns without waiting for them or for the disk."""
-    if not held.lock.is_inherited:
-        held.scrubber.end()
-        held.lock.end()
-        held.deleter.end(functools.partial(release, held) if held.lock.may_be_held else None)
-
-
-def finish_and_release(held: Ownership, timeout_s: float | None, until: Callable[[], bool] | None) -> None:
-    """Finish pending deletions, then release the lock; after an interrupt or the timeout, a thread continues.
-
-    In a forked child it does nothing: the child has neither the thread nor the lock.
-    """
-    if held.lock.is_inherited:
-        return
-    held.scrubber.end()
-    is_done = False
-    try:
-        if not held.deleter.is_here:  # else garbage collection called this on the deleting thread
-            is_done = held.deleter.close(functools.partial(release, held), timeout_s, until)
-    finally:
-        if not is_done:
-            release_later(held)
-
-
-def release(held: Ownership) -> None:
-    """Release the lock; log a warning if the disk refuses."""
-    held.scrubber.join()  # it writes notes as the owner
-    if held.lock.is_own():  # else another process owns the run, and its history must not record an end
-        held.log.ended()
-    try:
-        held.lock.release()
-    except CheckpointError as error:
-        if getattr(error, "errno", None) not in GONE:
-            _log.warning("%s was not released: %s", held.lock.path, error)
-
-
-@time_limited
-def _try_directory(backend: Backend, directory: str) -> None:
-    refuse_checkpoint(backend, directory)
-    report_progress()
-    if is_url(directory):
-        objects_of(backend).probe(directory)
-        return
-    for doubt in mount_warnings(directory):
-        _log.warning("%s: %s", directory, doubt)
-    try_to_write(backend, directory)
-
-
-class _Beat:
-    """What an owner does after each heartbeat. Holds no reference to the run, which may be dropped."""
-
-    def __init__(self, log: RunLog) -> None:
-        self._log = log
-        self.deleter: Deleter | None = None
-        self._is_first = True
-
-    def __call__(self) -> None:
-        self._log.beat()
-        if self.deleter is not None:
-            self.deleter.remove_due()
-            if self._is_first:  # a resume does not wait for it
-                self.deleter.look_back()
-            self._is_first = False
 
 
 class RunDirectory:
@@ -170,7 +92,7 @@ class RunDirectory:
         self.log = RunLog(self.history, clock)
         self._best = LinkToBest(backend, directory, None if self._is_remote else best_link)
         grace_s = delete_grace_s if self._is_remote else 0.0
-        beat = _Beat(self.log)
+        beat = Beat(self.log)
         self._lock = OwnerLock(backend, directory, beat)
         self._deleter = beat.deleter = Deleter(backend, directory, weakref.ref(self), self._lock.check, grace_s)
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
@@ -181,6 +103,9 @@ class RunDirectory:
         self._record = RecordKeeper(backend, directory, self._lock.check, best_link)
         free_in_child(self)
         self._entries, self._left = list[Entry](), frozenset[str]()
+        # The steps of the fast tier in the order of the saves, as far as they are known; its files and its directory.
+        self.fast = list[Entry]()
+        self.fast_tier: tuple[Backend, str] | None = None
         self._is_replica = False  # whether the primary of the job sends the entries, so that the disk is not scanned
         self._infos: tuple[CheckpointInfo, ...] | None = None
         self._being_read = list[str]()
@@ -247,7 +172,7 @@ class RunDirectory:
 
     def _own(self) -> None:
         with contextlib.suppress(*(() if self._is_remote else (StorageError,))):
-            _try_directory(self.backend, self.directory)  # an error of a disk is raised again below
+            try_directory(self.backend, self.directory)  # an error of a disk is raised again below
         self.backend.make_directory(self.directory, parents=True, sync=True)
         dead = self._lock.acquire()
         if dead is not None:
@@ -258,8 +183,10 @@ class RunDirectory:
             self._deleter.delete([], hidden=leftovers(self.backend, self.directory))
         with self._guard:
             self._take_record()
-            self._run_id = owning_run(self._entries) or self._run_id
-            self._left = self._origin.left_behind(self._entries, self._left)
+            self._run_id = self._record.record.run or owning_run(self._entries) or self._run_id
+            if self.fast_tier is not None and self._record.record.run != self._run_id:
+                self._record.name_run(self._run_id)
+            self._left = self._origin.left_behind(self._all(), self._left)
         self._write_damage_reports()
         self.take_deleted()  # deletions are counted from here
         self._past = None if self._is_remote else RunStatistics.of(self.history.recent())
@@ -279,9 +206,35 @@ class RunDirectory:
         self._entries, self._found = scan_with_record(self.backend, self.directory)
         self._entries = [entry for entry in self._entries if entry.name not in self._vanished]
         roll_back = self._found.record.roll_back
-        self._left = left_behind(self._entries, roll_back)
-        self._highest = max(self._highest, last_sequence(self._entries, roll_back))
+        self._left = left_behind(self._all(), roll_back)
+        self._highest = max(self._highest, last_sequence(self._all(), roll_back))
         self._infos = None
+
+    def _all(self) -> list[Entry]:
+        """The entries of both tiers, in the order of the saves."""
+        return sorted([*self._entries, *self.fast], key=lambda entry: entry.order) if self.fast else self._entries
+
+    def run_id(self) -> str | None:
+        """The id of the run, by which the steps of its fast tier are recognised; None: it is not known."""
+        with self._guard:
+            self._look_again()
+            return self._run_id if self.is_owner else self._found.record.run or owning_run(self._entries)
+
+    def fast_line(self) -> list[Entry]:
+        """The steps of the fast tier that no roll-back has left behind."""
+        with self._guard:
+            return [entry for entry in self.fast if entry.name not in self._left]
+
+    def fast_infos(self) -> tuple[CheckpointInfo, ...]:
+        """As `infos`, of the fast tier."""
+        return tuple(entry.info() for entry in self.fast_line())
+
+    def saved_to_fast_tier(self, entry: Entry, removed: Collection[str]) -> None:
+        """Record a save to the fast tier, and which steps it no longer has."""
+        with self._guard:
+            self.fast = [each for each in [*self.fast, entry] if each.name not in removed]
+            self._highest = max(self._highest, entry.sequence)
+            self._left = frozenset(entry.left_behind) - {entry.name}
 
     def check_fresh(self, *, allows_flax: bool = False) -> None:
         """Raise CorruptCheckpointError if there are step directories but none of them is committed and intact."""
@@ -334,15 +287,25 @@ class RunDirectory:
         with self._guard:
             return newest_generations(branch_last(self._whole(), self._left))
 
-    def candidates(self, step: int | None, *, damaged: bool = False) -> list[Entry]:
-        """The generations of a step (None: of all) as a restore tries them; with `damaged`, also those set aside.
+    def place_of(self, entry: Entry) -> tuple[Backend, str]:
+        """The backend that has a step, and its path there."""
+        backend, directory = self.backend, self.directory
+        if entry.is_fast and self.fast_tier is not None:
+            backend, directory = self.fast_tier
+        return backend, f"{directory}/{entry.name}"
+
+    def candidates(self, step: int | None, *, damaged: bool = False, fast: bool = False) -> list[Entry]:
+        """The generations of a step (None: of all) as a restore tries them.
+
+        With `damaged`, also those set aside; with `fast`, also those of the fast tier.
 
         Raises:
             StepNotFoundError: there is none.
         """
         wanted = None if step is None else check_step(step)
         with self._guard:
-            entries = self.entries()[::-1]
+            self._look_again()
+            entries = branch_last([*self._whole(), *(self.fast if fast else ())], self._left)[::-1]
             if damaged:
                 entries += [each for each in reversed(self._entries) if each.damaged is not None]
         found = [entry for entry in entries if wanted in (None, entry.step)]
@@ -354,7 +317,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def holding_candidates(
-        self, step: int | None, *, damaged: bool = False
+        self, step: int | None, *, damaged: bool = False, fast: bool = False
     ) -> Iterator[tuple[list[Entry], list[Entry] | None]]:
         """Protect the candidates for a read from deletion within the context.
 
@@ -366,8 +329,8 @@ class RunDirectory:
         """
         with contextlib.ExitStack() as held:
             with self._guard:
-                candidates = self.candidates(step, damaged=damaged)
-                there = None if self.is_owner else [*self._entries]
+                candidates = self.candidates(step, damaged=damaged, fast=fast)
+                there = None if self.is_owner else [*self._all()]
                 held.enter_context(self.reading(candidates))
             try:
                 yield candidates, there
@@ -399,7 +362,7 @@ class RunDirectory:
         """The lineage fields for the manifest of the next save."""
         with self._guard:
             sequence = max(self._highest, *(entry.sequence for entry in self._entries), -1) + 1
-            left = sorted(self._left | self._undone | names_after(step, self._line()))
+            left = sorted(self._left | self._undone | names_after(step, [*self._line(), *self.fast_line()]))
             number = self._record.record.number
             return {"run": self._run_id, "sequence": sequence, "left_behind": left, "record": number}
 
@@ -447,7 +410,8 @@ class RunDirectory:
             self._entries.append(self._record.record.applied_to(entry))
             self._origin.saved()
             self._undone.discard(name)
-            self._left = frozenset(entry.left_behind) - {name}
+            if all(entry.order >= each.order for each in self.fast):  # else it is a copy of an older one of these
+                self._left = frozenset(entry.left_behind) - {name}
             self._infos = None
             # The record has been replaced since: what it does not have now, it never will.
             failed, self._in_doubt = self._in_doubt.difference(self._record.record.steps or ()), set()
@@ -470,6 +434,8 @@ class RunDirectory:
         with self._guard:
             there = {entry.name for entry in self._entries}
             last = max(self._entries, key=lambda entry: entry.sequence)
+            if any(each.sequence > last.sequence for each in self.fast):
+                return
             now = RollBack(last.sequence, self._left & there)
             is_recorded = now.names == self._record.record.roll_back.names & there
         if not is_recorded and (last.is_durable or self._deleter.make_durable(last.name)):
@@ -539,6 +505,7 @@ class RunDirectory:
             gone = [entry.sequence for entry in self._entries if entry.name == name]
             self._highest = max(self._highest, *gone, -1)  # a power cut may bring them back
             self._entries = [entry for entry in self._entries if entry.name != name]
+            self.fast = [entry for entry in self.fast if entry.name != name]
             self._going.discard(name)
             self._record.forget(name)
             self._vanished.update([name] if self._is_remote else [])  # such a name is never used again
@@ -572,9 +539,9 @@ class RunDirectory:
         if restored.skipped and entry.name in self._left:
             _log.warning("step %d was left behind by a roll-back, but no later step is intact", entry.step)
         with self._guard:
-            self._origin.restored(entry, self._entries if there is None else there)
+            self._origin.restored(entry, self._all() if there is None else there)
             if self.is_owner:
-                before, self._left = self._left, left_behind_by(entry, self._entries)
+                before, self._left = self._left, left_behind_by(entry, self._all())
                 later = [each.step for each in self._whole() if each.name in self._left - before]
                 if warns and later and not restored.skipped:
                     _log.warning(
@@ -600,7 +567,7 @@ class RunDirectory:
             if restored.is_mended:
                 self._findings[entry.identity] = (entry, None)
             for each in restored.skipped:
-                if each.is_proven and each.entry.damaged is None:
+                if each.is_proven and each.entry.damaged is None and not each.entry.is_fast:
                     self._findings[each.entry.identity] = (each.entry, each.problem)
         if self.is_owner:
             self._write_damage_reports()

@@ -61,6 +61,7 @@ class Entry:
     is_durable: bool = False  # this process has synced it
     pinned: bool = False
     damaged: str | None = None  # why it was set aside as damaged
+    is_fast: bool = False  # it is on the fast tier
 
     @property
     def order(self) -> tuple[int, int, int]:

@@ -88,6 +88,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps: dict[str, dict[str, Any]] | None = None
     links: dict[str, str] = {}  # on object stores: the links to steps, with the names of these
     roll_back: RollBack = RollBack()
+    run: str = ""  # the id of the run, if it has a fast tier, whose steps state it
 
     def entries(self) -> list[Entry]:
         """The committed steps on an object store, as their manifests describe them."""
@@ -412,6 +413,11 @@ class RecordKeeper:
                     "cannot record which steps a roll-back left behind; only the manifest of the new step has them: %s",
                     error,
                 )
+
+    def name_run(self, run: str) -> None:
+        """Record the id of the run."""
+        with self._guard:
+            self._write(msgspec.structs.replace(self.record, run=run))
 
     def forget(self, name: str) -> None:
         """Drop the facts of a deleted save with the next change."""

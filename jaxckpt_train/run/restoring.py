@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,10 @@ from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, NotACh
 from jaxckpt_train.pytree.restore import JobLoads, LoadOptions
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry, Restored, Skipped, StepVanishedError
+from jaxckpt_train.run.fast_steps import FastSteps
 from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import GONE, Backend
+from jaxckpt_train.store.backends.base import GONE
 from jaxckpt_train.store.committed import Committed, is_gone, open_committed
 from jaxckpt_train.store.manifest import MANIFEST_NAME, decode_manifest, encode_manifest
 from jaxckpt_train.store.reader import ReadProgress
@@ -64,9 +66,9 @@ class ByteMeter:
             self._progress(done)
 
 
-def describe_listed(backend: Backend, directory: str, listed: Sequence[Entry]) -> CheckpointMetadata:
+def describe_listed(run: RunDirectory, listed: Sequence[Entry]) -> CheckpointMetadata:
     """Describe the first of the listed steps; raise StepVanishedError if it no longer exists."""
-    path = f"{directory}/{listed[0].name}"
+    backend, path = run.place_of(listed[0])
     try:
         return describe(open_committed(backend, path, is_complete=False))
     except (CorruptCheckpointError, NotACheckpointError) as error:
@@ -98,10 +100,16 @@ class _Chosen(msgspec.Struct, array_like=True):
     sha256: str
     manifest: bytes
     step: int | None
+    is_fast: bool = False
 
 
 class RunRestore:
-    """One restore of a run, as a process of its job performs it. A single process is a job of size one."""
+    """One restore of a run, as a process of its job performs it. A single process is a job of size one.
+
+    Attributes:
+        backend: that of the step which was tried last.
+        committed: that step; None: none was opened.
+    """
 
     def __init__(
         self,
@@ -110,16 +118,20 @@ class RunRestore:
         targets: Mapping[str, Any] | None,
         settings: StoreSettings,
         progress: ReadProgress | None,
+        fast: FastSteps | None = None,
     ) -> None:
         self._run, self._job_sync, self._targets, self._settings = run, job_sync, targets, settings
+        self._fast, self.backend = fast, run.backend
         self._meter = ByteMeter(progress)
-        self.committed: Committed | None = None  # the checkpoint that was loaded last
+        self.committed: Committed | None = None
 
     def restore(self, step: int | None, *, warns: bool) -> tuple[dict[str, Any], int]:
         """Restore a step, from which the run continues; return its checkpointables and its number.
 
         `warns`: warn an owner that has saved later steps. In a job, an error of one process is raised in all.
         """
+        if self._fast is not None:
+            self._fast.look()
         if not self._job_sync.is_primary:
             return self._follow()
         load = self._load_parts if self._job_sync.is_single_process else self._load_everywhere
@@ -147,7 +159,7 @@ class RunRestore:
         while True:
             with (
                 contextlib.suppress(StepVanishedError),
-                self._run.holding_candidates(step, damaged=damaged) as (found, there),
+                self._run.holding_candidates(step, damaged=damaged, fast=self._fast is not None) as (found, there),
             ):
                 restored = self._newest(found, step, load)
                 if warns is not None:
@@ -159,11 +171,11 @@ class RunRestore:
     ) -> Restored:
         """Restore the first intact candidate; raise StepVanishedError if one no longer exists."""
         started, meter = time.perf_counter(), self._meter
-        backend, directory = self._run.backend, self._run.directory
         skipped: list[Skipped] = []
         last: Exception | None = None
         for entry in candidates:
-            path = f"{directory}/{entry.name}"
+            backend, path = self._run.place_of(entry)
+            self.backend = backend
             try:
                 results, parts = self._read_twice(entry, path, load)
                 taken_s = time.perf_counter() - started
@@ -182,7 +194,7 @@ class RunRestore:
                 last = error
                 free_frames(error)  # the frames hold the values loaded so far, and the next step needs the memory
                 _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)
-        raise _none_intact(directory, skipped, asked) from last
+        raise _none_intact(self._run.directory, skipped, asked) from last
 
     def _read_twice(
         self, entry: Entry, path: str, load: Callable[[Committed], dict[str, Any]]
@@ -195,7 +207,7 @@ class RunRestore:
         manifests = set[str]()
 
         def read() -> tuple[dict[str, Any], frozenset[str]]:
-            committed = open_committed(self._run.backend, path, is_complete=False)
+            committed = open_committed(self.backend, path, is_complete=False)
             manifests.add(committed.manifest_sha256)
             if len(manifests) > 1:
                 raise StepVanishedError(entry.name)
@@ -217,7 +229,7 @@ class RunRestore:
 
     def _load_parts(self, committed: Committed, loads: JobLoads | None = None) -> dict[str, Any]:
         options, wanted, self.committed = LoadOptions(donatable=True), self._wanted(committed), committed
-        return load_parts(self._run.backend, committed, wanted, self._settings, options, self._meter, loads)
+        return load_parts(self.backend, committed, wanted, self._settings, options, self._meter, loads)
 
     def _wanted(self, committed: Committed) -> Mapping[str, Any]:
         return dict.fromkeys(part.name for part in committed.manifest.parts) if self._targets is None else self._targets
@@ -236,7 +248,8 @@ class RunRestore:
         """In the primary: load a checkpoint in all processes."""
         manifest = encode_manifest(committed.manifest)
         sent = manifest if len(manifest) <= MOST_SENT_BYTES else b""
-        chosen = _Chosen(committed.directory, committed.manifest_sha256, sent, None)
+        is_fast = self.backend is not self._run.backend
+        chosen = _Chosen(committed.directory, committed.manifest_sha256, sent, None, is_fast)
         self._job_sync.on_primary("restoring", lambda: chosen)
         return self._load_together(committed.directory, lambda: committed)
 
@@ -254,6 +267,12 @@ class RunRestore:
             if chosen.step is not None:
                 return results, chosen.step
             results = {}
+            if chosen.is_fast and self._fast is not None:  # the directory has another path on this host
+                directory = f"{self._fast.tier.directory}/{os.path.basename(chosen.directory)}"
+                chosen = msgspec.structs.replace(chosen, directory=directory)
+                self.backend = self._fast.tier.files
+            else:
+                self.backend = self._run.backend
             try:
                 results = self._load_together(chosen.directory, functools.partial(self._opened, chosen))
             except CheckpointError as error:
@@ -267,7 +286,7 @@ class RunRestore:
         if chosen.manifest:
             manifest = decode_manifest(chosen.manifest, f"{chosen.directory}/{MANIFEST_NAME}")
             return Committed(chosen.directory, manifest, chosen.sha256)
-        committed = open_committed(self._run.backend, chosen.directory, is_complete=False)
+        committed = open_committed(self.backend, chosen.directory, is_complete=False)
         if committed.manifest_sha256 != chosen.sha256:
             raise CorruptCheckpointError(f"{chosen.directory}: was replaced during the restore")
         return committed
@@ -277,7 +296,7 @@ class RunRestore:
 
         def look() -> Committed:
             committed = open_it()
-            compare_parts(self._run.backend, committed, self._wanted(committed), self._settings)
+            compare_parts(self.backend, committed, self._wanted(committed), self._settings)
             return committed
 
         # First compare everywhere: a mismatch in one process is reported at once, before the processes read together.

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from jaxckpt_train._validation import is_url
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe, run_info
 from jaxckpt_train.checkpointables.handlers import JsonHandler, handler_of
@@ -22,6 +24,7 @@ from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, current_fing
 from jaxckpt_train.checkpointables.saving import CheckpointSave
 from jaxckpt_train.checkpointables.staging import StagedPart, wait_until_taken
 from jaxckpt_train.checkpointables.unchanged import UnchangedLeaves
+from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import CheckpointError, MismatchError
 from jaxckpt_train.pending import PendingSave, process_is_ending
 from jaxckpt_train.policies.cost_model import LoopTimer
@@ -30,7 +33,8 @@ from jaxckpt_train.pytree.flatten import flatten
 from jaxckpt_train.pytree.snapshot import Snapshot
 from jaxckpt_train.pytree.target import Comparison, LeafRequest, leaf_request
 from jaxckpt_train.run.directory import RunDirectory
-from jaxckpt_train.run.entry import entry_from_manifest, parse_step_name
+from jaxckpt_train.run.entry import entry_from_manifest, new_step_name, parse_step_name
+from jaxckpt_train.run.fast_steps import FastSaved, FastSteps
 from jaxckpt_train.run.history import Clock, metrics_to_json, plain_metrics
 from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.settings import MIB, StoreSettings
@@ -39,6 +43,7 @@ from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.segment import dtype_name
 from jaxckpt_train.store.threads import Latch
 from jaxckpt_train.store.transaction import Transaction, begin
+from jaxckpt_train.tiers.saving import HostSave, begin_on_host
 
 _log = logging.getLogger("jaxckpt_train")
 CALL_S = 10.0
@@ -76,6 +81,8 @@ class SaveRequest:
     decide_s: float
     wait_s: float
     cost_s: float | None = None
+    fast_only: bool = False
+    must_drain: bool = False
 
 
 class StepSave:
@@ -103,6 +110,7 @@ class StepSave:
         timer: LoopTimer,
         drift: Drift | None = None,
         unchanged: UnchangedLeaves | None = None,
+        fast: FastSteps | None = None,
     ) -> None:
         started = self._began_at = time.perf_counter()
         self._timer, self._drift = timer, drift
@@ -111,9 +119,17 @@ class StepSave:
         self._call_ended, self._caller = Latch(), threading.get_ident()
         self._is_owner = False
         self.info: dict[str, Any] = {}
+        self._fast, self._must_drain = fast, request.must_drain
+        self._drain: Coordinator | None = None  # for a copy to the slow tier
         job = job_sync.channel("save", settings.barrier_timeout_s)
-        subject = f"step {request.step} to {run.directory}"
-        self._save = CheckpointSave(job, subject, run.backend, settings, unchanged)
+        if fast is None:
+            subject = f"step {request.step} to {run.directory}"
+            self._save = CheckpointSave(job, subject, run.backend, settings, unchanged)
+        else:
+            if not request.fast_only:
+                self._drain = job_sync.channel("drain", settings.barrier_timeout_s)
+            subject = f"step {request.step} to the fast tier of {run.directory}"
+            self._save = HostSave(job, subject, fast.tier, settings, unchanged)
         self._times = self._save.times
         with self._save.sharing_errors():
             self._take(request, checkpointables)
@@ -181,9 +197,13 @@ class StepSave:
                 _log.warning("saving step %d failed: %s: %s", self._step, type(error).__name__, error)
                 self._failed(error)
             raise
+        name = committed.directory.rpartition("/")[2]
         if not self._job_sync.is_primary:
             self._timer.committed(time.perf_counter() - self._began_at, self._times.device_wait_s)
-            name, info = committed.directory.rpartition("/")[2], committed.manifest.info
+        if self._fast is not None:
+            self._fast.after(committed, msgspec.convert(self._save.result, FastSaved), self._drain)
+        elif not self._job_sync.is_primary:
+            info = committed.manifest.info
             step, generation = parse_step_name(name) or (self._step, 0)
             entry = entry_from_manifest(name, step, generation, info)
             self._run.receive([entry], self._save.result, {*entry.left_behind} - {name})
@@ -195,6 +215,9 @@ class StepSave:
             self._drift.look(self._step, self._save.parts)
         self._run.check_owner()
         self._is_owner = True  # without ownership nothing is written, not even to the history
+        if self._fast is not None:
+            self._record["name"] = name = new_step_name(self._step)
+            return begin_on_host(self._fast.tier, name, self._settings)
         self._record["name"] = name = self._run.next_step_name(self._step)
         publish = functools.partial(self._run.publish, name, self.info)
         return begin(self._run.backend, f"{self._run.directory}/{name}", self._settings, publish, is_step=True)
@@ -212,19 +235,30 @@ class StepSave:
         self._run.failed(self.info, self._record["name"] if stays else None, left)
         self._note(ok=False, error=str(error))
 
-    def after_commit(self, committed: Committed) -> list[str]:
-        """In the primary: record the commit and apply retention; return the names that are no longer listed."""
+    def after_commit(self, committed: Committed) -> Any:
+        """In the primary: record the commit and apply retention; return what the other processes must know of it.
+
+        These are the names of the steps that are no longer listed; of a step of the fast tier, a FastSaved.
+        """
         times = self._times
         self._timer.committed(time.perf_counter() - self._began_at, times.device_wait_s)
-        self._run.committed(committed, self.info, is_durable=self._settings.durability == "full")
-        self._run.record_roll_back()
+        if self._fast is None:
+            self._run.committed(committed, self.info, is_durable=self._settings.durability == "full")
+            self._run.record_roll_back()
         times.bytes = committed.data_bytes  # of all processes
         spent_s = times.write_s + times.commit_s
         written_bytes = times.bytes - times.taken_bytes
         self._note(ok=True, bytes_per_s=round(written_bytes / spent_s) if spent_s > 0 else math.inf)
         took_s = self._record["save_s"] - times.device_wait_s
         taken = f", {times.taken_bytes / MIB:.2f} MiB of it unchanged" if times.taken_bytes else ""
-        _log.info("saved step %d in %.3f s (%.2f MiB%s)", self._step, took_s, times.bytes / MIB, taken)
+        where = "" if self._fast is None else " to the fast tier"
+        _log.info("saved step %d%s in %.3f s (%.2f MiB%s)", self._step, where, took_s, times.bytes / MIB, taken)
+        if self._fast is not None:
+            name = committed.directory.rpartition("/")[2]
+            drains = self._drain is not None
+            host_bytes = self._save.host_bytes if isinstance(self._save, HostSave) else 0
+            message = self._fast.saved(name, self.info, host_bytes, drains=drains, must_drain=self._must_drain)
+            return msgspec.to_builtins(message)
         try:
             if not is_url(self._run.directory):  # where retention changes the record first, which only the owner can
                 self._run.check_owner()  # another process may have taken over, and list what retention would delete
@@ -239,6 +273,8 @@ class StepSave:
         self._record["save_s"] = before_s + time.perf_counter() - self._began_at
         if threading.get_ident() != self._caller:  # else this is still within the call
             self._call_ended.wait(CALL_S)  # until then the duration of the call is unknown
+        if self._fast is not None:
+            self._record["tier"] = "fast"
         self._run.history.add("save", self._clock(), **self._record, **dataclasses.asdict(self._times), **outcome)
 
 

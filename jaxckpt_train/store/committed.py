@@ -105,6 +105,12 @@ class Committed:
         return segments + sum(file.bytes for part in self.manifest.parts for file in part.files)
 
 
+def folders_of(manifest: Manifest) -> list[str]:
+    """The folders with files of a checkpoint; those of index files are among them."""
+    files = [each.file for each in manifest.segments] + [each.file for part in manifest.parts for each in part.files]
+    return [*(part.name for part in manifest.parts), *(os.path.dirname(each) for each in files)]
+
+
 def attempt_paths(final: str) -> Iterator[str]:
     """The paths where this process may write or remove a checkpoint; the caller takes the first free one.
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import GONE, MISSING, Files, Opener, Sink, Source
+from jaxckpt_train.store.backends.base import GONE, MISSING, Files, Opener, Replicated, Sink, Source
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FileRecord, block_digests, digest_function
 from jaxckpt_train.store.process_identity import memory_bytes
 from jaxckpt_train.store.timeouts import time_limited
@@ -209,6 +209,18 @@ def open_recorded(
     return source
 
 
+def read_intact(source: Source, offset: int, data: np.ndarray, is_intact: Callable[[], bool]) -> bool:
+    """Read bytes that are wrong from other copies of a file, if it has any, until they are intact; False: none is."""
+    if not isinstance(source, Replicated):
+        return False
+    for number in range(1, source.copies):
+        with contextlib.suppress(StorageError, CorruptCheckpointError):
+            source.read_copy(number, offset, data)
+            if is_intact():
+                return True
+    return False
+
+
 def read_recorded(
     files: Opener, directory: str, record: FileRecord, digest_name: str | None, block_bytes: int
 ) -> np.ndarray:
@@ -216,6 +228,12 @@ def read_recorded(
     path = f"{directory}/{record.file}"
     with contextlib.closing(open_recorded(files, directory, record.file, record.bytes)) as source:
         data = _read_span(source, 0, source.size, path)
-    if digest_name is not None and block_digests(data, block_bytes, digest_function(digest_name)) != record.digests:
-        raise CorruptCheckpointError(f"{path}: bytes 0 to {len(data)} are not what was saved ({digest_name} differs)")
-    return data
+        if digest_name is None:
+            return data
+
+        def is_intact() -> bool:
+            return block_digests(data, block_bytes, digest_function(digest_name)) == record.digests
+
+        if is_intact() or read_intact(source, 0, data, is_intact):
+            return data
+    raise CorruptCheckpointError(f"{path}: bytes 0 to {len(data)} are not what was saved ({digest_name} differs)")

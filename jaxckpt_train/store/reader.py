@@ -26,7 +26,7 @@ from jaxckpt_train.store.backends.base import Divided, Opener, Source
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, element_span, slices_within
 from jaxckpt_train.store.buffers import Arena, BufferPool, ReadBudget, aligned_buffer, empty_array, owner_of
 from jaxckpt_train.store.committed import Committed, check_unchanged
-from jaxckpt_train.store.files import open_recorded
+from jaxckpt_train.store.files import open_recorded, read_intact
 from jaxckpt_train.store.manifest import HEX_DIGITS, ArrayRecord, ChunkRecord, HexDigest, PartRecord, digest_function
 from jaxckpt_train.store.read_plan import (
     VIEW_ALIGNMENT,
@@ -299,8 +299,9 @@ class Reading:
         for at in range(start, stop, block_bytes):
             block = (at - read.chunk.offset) // block_bytes
             end = min(at + block_bytes, read.stop)
-            found = digest(memoryview(memory[at - run.start : end - run.start]))
-            if found != read.chunk.digests[block * width : (block + 1) * width]:
+            data, expected = memory[at - run.start : end - run.start], read.chunk.digests[block * width :][:width]
+            is_intact = functools.partial(_has_digest, digest, data, expected)
+            if not is_intact() and not self._sources.read_intact(run.segment, at, data, is_intact):
                 name = self._wanted[read.uses[0].wanted].array.name
                 raise CorruptCheckpointError(
                     f"{self._directory}/{self._manifest.segments[run.segment].file}: bytes {at} to {end} of leaf "
@@ -375,6 +376,10 @@ class Reading:
                     self._budget.charge(target)
 
 
+def _has_digest(digest: HexDigest, data: np.ndarray, expected: str) -> bool:
+    return digest(memoryview(data)) == expected
+
+
 class _CopySpace:
     """Aligned memory for pieces of a run that cannot stay where they were read: one allocation for thousands of pieces.
 
@@ -438,6 +443,11 @@ class Sources:
         """As `Source.read_into`, from a segment."""
         with self._acquired(segment) as source:
             source.read_into(offset, data, needed)
+
+    def read_intact(self, segment: int, offset: int, data: np.ndarray, is_intact: Callable[[], bool]) -> bool:
+        """Read bytes that are wrong from other copies of the segment, until they are intact; False: none is."""
+        with self._acquired(segment) as source:
+            return read_intact(source, offset, data, is_intact)
 
     def piece_bytes(self, segment: int) -> int:
         """As `Divided.piece_bytes`, of a segment; 0: its reads are not divided."""

@@ -139,6 +139,12 @@ class Attempt:
             self._files.append(path)
         return is_shared
 
+    def drop_file(self, name: str) -> None:
+        """Remove a file of the attempt."""
+        path = f"{self.directory}/{name}"
+        self._files.remove(path)
+        self._backend.remove(path)
+
     def write_file(self, name: str, data: bytes) -> FileRecord:
         """Write a small file, to be synced by the commit, and return its record for the manifest."""
         sink = self.create_file(name)
@@ -224,6 +230,7 @@ class Transaction(Attempt):
     Attributes:
         may_be_published: whether the final name may hold this attempt even though the save failed.
         was_not_removed: whether the file system refused to remove the attempt after the save failed.
+        manifest_bytes: the size of the manifest, once it is written.
     """
 
     def __init__(
@@ -232,7 +239,7 @@ class Transaction(Attempt):
         self._before_publishing = before_publishing
         self.final, self._parent = final, os.path.dirname(final)
         super().__init__(backend, self._begin(backend, settings), settings)
-        self._commit = b""
+        self._commit, self.manifest_bytes = b"", 0
         self._is_publishing = False  # once set, the attempt's directory may hold the older checkpoint
         self.may_be_published = self.was_not_removed = False
         self._if_taken = "pass overwrite=True to replace it"
@@ -258,6 +265,13 @@ class Transaction(Attempt):
 
         Raises UnsupportedLeafError: there are more arrays than a load accepts; StorageError.
         """
+        committed = self.write_manifest(manifest)
+        self.write_file(COMMIT_NAME, self._commit)
+        self.sync()
+        return committed
+
+    def write_manifest(self, manifest: Manifest) -> Committed:
+        """Write the manifest. Raises as `complete`."""
         arrays = sum(len(part.arrays) for part in manifest.parts)
         if arrays > MAX_ARRAYS:
             raise UnsupportedLeafError(f"{self.final}: {arrays:,} arrays, expected at most {MAX_ARRAYS:,}: stack them")
@@ -266,11 +280,13 @@ class Transaction(Attempt):
             raise StorageError(
                 errno.EFBIG, f"manifest of {len(data)} bytes, expected at most {MAX_MANIFEST_BYTES}", self.final
             )
-        self.write_file(MANIFEST_NAME, data)
+        return self.keep_manifest(data, manifest)
+
+    def keep_manifest(self, data: bytes, manifest: Manifest) -> Committed:
+        """Write an encoded manifest, to which COMMIT will refer."""
+        self.manifest_bytes = self.write_file(MANIFEST_NAME, data).bytes
         sha256 = hashlib.sha256(data).hexdigest()
         self._commit = msgspec.json.encode(CommitRecord(FORMAT, manifest.format_version, len(data), sha256))
-        self.write_file(COMMIT_NAME, self._commit)
-        self.sync()
         return Committed(self.committed_at, manifest, sha256)
 
     def publish(self, *, replace: bool = False, if_taken: str | None = None) -> None:
@@ -388,6 +404,38 @@ class Transaction(Attempt):
         except OSError as second:
             self.was_not_removed = True
             error.add_note(f"the unfinished save {self.directory} could not be removed: {second}")
+
+
+class HostAttempt(Transaction):
+    """What one host has of an attempt at a step of the fast tier, whose files are spread over the hosts of a job.
+
+    Each host publishes its own directory, once every file of the step has its copies: so the step exists as soon as
+    one host has a COMMIT. `directory` is the attempt of this host, which several of its processes may create.
+    """
+
+    def __init__(self, backend: Backend, final: str, settings: StoreSettings, directory: str | None = None) -> None:
+        self._given = directory
+        super().__init__(backend, final, settings)
+
+    def _begin(self, backend: Backend, settings: StoreSettings) -> str:
+        if self._given is None:
+            return super()._begin(backend, settings)
+        backend.make_directory(self._given, parents=True, sync=settings.durability == "full")
+        return self._given
+
+    def add_folder(self, name: str) -> str:
+        """Create the folder of one checkpointable, unless another process of this host has."""
+        path = f"{self.directory}/{name}"
+        self._backend.make_directory(path, parents=True, sync=False)
+        self._folders.append(path)
+        return path
+
+    def finish(self) -> None:
+        """Make the step exist, as far as this host is concerned. Raises as `publish`."""
+        self._files = []  # synced before, as all others were
+        self.write_file(COMMIT_NAME, self._commit)
+        self.sync()
+        self.publish()
 
 
 class StepAttempt(Transaction):

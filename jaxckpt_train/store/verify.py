@@ -9,10 +9,9 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Literal
 
 import msgspec
@@ -20,11 +19,19 @@ import numpy as np
 
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Backend, Identified, Opener, Sink, Source, is_storage_failure
+from jaxckpt_train.store.backends.base import (
+    Backend,
+    Identified,
+    Opener,
+    Sharing,
+    Sink,
+    Source,
+    is_storage_failure,
+)
 from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.committed import Committed, index_files, open_committed
-from jaxckpt_train.store.files import open_recorded
+from jaxckpt_train.store.files import open_recorded, read_intact
 from jaxckpt_train.store.index_files import SEED_BYTES, SEEDS
 from jaxckpt_train.store.manifest import (
     HEX_DIGITS,
@@ -170,23 +177,23 @@ def first_damage(
 
 
 def copy_verified(
-    backend: Backend,
+    files: Opener,
     committed: Committed,
     attempt: Attempt,
     settings: StoreSettings,
     progress: Callable[[int], object],
+    only: Collection[str] | None = None,
 ) -> None:
-    """Copy all files of a checkpoint into an attempt, and compare each block with its digest on the way.
+    """Copy files of a checkpoint into an attempt, which has their folders, and compare each block with its digest.
 
-    A copy shares the blocks of its source where the file system can. It is never a link, which would share all changes.
-    `progress` is called with numbers of bytes, from several threads.
+    `only` names the files; None: all of them. A copy shares the blocks of its source where the file system can. It is
+    never a link, which would share all changes. `progress` is called with numbers of bytes, from several threads.
 
     Raises CorruptCheckpointError: the checkpoint is damaged; StorageError: a file system refused;
     CheckpointTimeoutError: as `verify`.
     """
-    files, is_ended, begun_bytes = _files_of(committed.manifest), threading.Event(), [0]
-    folders = [os.path.dirname(record.file) for record, _ in files]
-    attempt.add_folders([*(part.name for part in committed.manifest.parts), *folders])
+    wanted = [file for file in _files_of(committed.manifest) if only is None or file[0].file in only]
+    is_ended, begun_bytes, can_share = threading.Event(), [0], isinstance(files, Sharing)
     copied = dataclasses.replace(committed, directory=attempt.directory)
 
     def begin(nbytes: int) -> None:
@@ -197,20 +204,20 @@ def copy_verified(
 
     def copy(file: _File) -> None:
         name = file[0].file
-        if attempt.share_file(f"{committed.directory}/{name}", name):
-            if next(_FileCheck(backend, copied, begin).problems(file), None) is None:
+        if can_share and attempt.share_file(f"{committed.directory}/{name}", name):
+            if next(_FileCheck(files, copied, begin).problems(file), None) is None:
                 return
-            backend.remove(f"{attempt.directory}/{name}")  # a copy byte by byte names the damage of the source
+            attempt.drop_file(name)  # a copy byte by byte names the damage of the source
         sink = attempt.create_file(name)
         try:
-            for problem in _FileCheck(backend, committed, begin, sink).problems(file):
+            for problem in _FileCheck(files, committed, begin, sink).problems(file):
                 raise CorruptCheckpointError(problem)
             sink.finish(file[0].bytes, sync=False)
         finally:
             sink.abandon()
 
     workers = shared_workers(settings.io_threads, "jaxckpt-read")
-    copying = workers.run_each(copy, files, give_up=is_ended.set, moved=lambda: begun_bytes[0])
+    copying = workers.run_each(copy, wanted, give_up=is_ended.set, moved=lambda: begun_bytes[0])
     with contextlib.closing(copying) as results:
         for _ in results:
             pass
@@ -304,11 +311,11 @@ class _FileCheck:
     def _head_problems(self, source: Source, path: str, record: SegmentRecord, chunks: _Chunks) -> Iterator[str]:
         memory = aligned_buffer(-(-record.header_bytes // ALIGNMENT) * ALIGNMENT)
         try:
-            head = self._read(source, 0, record.header_bytes, memory)
+            head = self._read(source, 0, record.header_bytes, memory, record.header_digest)
         except CorruptCheckpointError as error:
             yield f"{path}: its header: {error}"
             return
-        if self._digest(head) != record.header_digest:
+        if head is None:
             yield f"{path}: its header is not what was saved ({self._manifest.digest} differs)"
         elif not is_head_of(head, _tensors(chunks, record.header_bytes)):
             yield f"{path}: its header does not match the tensors in the manifest"
@@ -321,21 +328,29 @@ class _FileCheck:
         for block, at in enumerate(range(start, start + length, block_bytes)):
             size = min(block_bytes, start + length - at)
             try:
-                data = self._read(source, at, size, memory)
+                data = self._read(source, at, size, memory, digests[block * width : (block + 1) * width])
             except CorruptCheckpointError as error:
                 yield f"{path}: {subject}: {error}"
                 return
-            if self._digest(data) != digests[block * width : (block + 1) * width]:
+            if data is None:
                 yield f"{path}: bytes {at} to {at + size} of {subject!r} are not what was saved"
 
-    def _read(self, source: Source, at: int, size: int, memory: np.ndarray) -> memoryview:
+    def _read(self, source: Source, at: int, size: int, memory: np.ndarray, expected: str) -> memoryview | None:
+        """Read bytes of this digest, from another copy of the file if necessary; None: no copy has them."""
         if self._pace is not None:
             self._pace(size)
         source.read_into(at, memory[: -(-size // source.alignment) * source.alignment], size)
-        if self._copy is not None:
-            self._copy.write_at(at, memory[:size])
+        data, view = memory[:size], memoryview(memory[:size])
+
+        def is_intact() -> bool:
+            return self._digest(view) == expected
+
         self.compared_bytes += size
-        return memoryview(memory[:size])
+        if not is_intact() and not read_intact(source, at, data, is_intact):
+            return None
+        if self._copy is not None:
+            self._copy.write_at(at, data)
+        return view
 
 
 def _tensors(chunks: _Chunks, data_start: int) -> Iterator[Tensor]:

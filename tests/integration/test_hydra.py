@@ -22,9 +22,11 @@ from jaxckpt_train import config
 @hydra.main(version_base=None, config_path="conf", config_name="train")
 def main(cfg):
     arguments = config.callback_arguments(cfg.checkpoint)
+    HIDDEN = ("store", "save_policy", "keep_policy", "fast_tier")
     directory = arguments["directory"]
     print({
-        **{name: value for name, value in arguments.items() if name not in ("store", "save_policy", "keep_policy")},
+        **{name: value for name, value in arguments.items() if name not in HIDDEN},
+        "fast_tier": arguments["fast_tier"] and vars(arguments["fast_tier"]),
         "notices": [type(source).__name__ for source in arguments["notices"]],
         "policies": [repr(arguments["save_policy"]), repr(arguments["keep_policy"])],
         "durability": arguments["store"].durability,
@@ -93,7 +95,7 @@ def app(run_python: Any, tmp_path: Path, plugin: Path) -> App:
 
 
 def test_presets_are_the_documented_ones() -> None:
-    local = {"aws", "cheap", "critical", "default", "gce", "kubernetes", "off", "preemptible", "slurm"}
+    local = {"aws", "cheap", "critical", "default", "gce", "kubernetes", "off", "preemptible", "slurm", "tiered"}
     assert set(PRESETS) == local | URLS.keys()
 
 
@@ -109,6 +111,7 @@ def test_every_preset_composes_and_is_valid(app: App) -> None:
         assert found["enabled"] is (preset != "off")
         assert found["durability"] == ("none" if preset == "cheap" else "full"), preset
         assert found["problem"] is None, preset
+        assert (found["fast_tier"] is not None) is (preset == "tiered")
         assert found["notices"] == ([NOTICES[preset]] if preset in NOTICES else [])
 
 

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator
 
 from jaxckpt_train.config import CheckpointConfig
-from jaxckpt_train.settings import ObjectStoreSettings, StoreSettings
+from jaxckpt_train.settings import FastTierSettings, ObjectStoreSettings, StoreSettings
 from tests.support.pages import ROOT, Page
 
 SHELL = ("", "bash", "sh", "console")
@@ -17,6 +17,7 @@ EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["op
 PRESETS = {file.stem for file in (ROOT / "configs" / "checkpoint").glob("*.yaml")}
 KEYS = {field.name for field in dataclasses.fields(CheckpointConfig)}
 KEYS |= {f"store.{field.name}" for field in dataclasses.fields(StoreSettings)}
+KEYS |= {f"fast_tier.{field.name}" for field in dataclasses.fields(FastTierSettings)}
 KEYS |= {f"object_store.{field.name}" for field in dataclasses.fields(ObjectStoreSettings)}
 _COMMAND = re.compile(r"(?:\$ )?(?:make|pip|timeout|srun|(?:\S*/)?python[0-9.]*)\s")
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")

@@ -28,8 +28,8 @@ def test_public_names_are_those_of_the_package(name: str) -> None:
     except ValueError:
         return
     assert " at 0x" not in signature
-    for shown in ("jaxckpt_train.settings", "jaxckpt_train.ObjectStoreSettings", "jaxckpt_train.StoreSettings"):
-        signature = signature.replace(shown, "")
+    for shown in ("settings", "ObjectStoreSettings", "StoreSettings", "FastTierSettings"):
+        signature = signature.replace(f"jaxckpt_train.{shown}", "")
     assert "jaxckpt_train." not in signature
 
 

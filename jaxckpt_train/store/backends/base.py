@@ -146,6 +146,20 @@ class Identified(Protocol):
     identity: tuple[int, ...] | None
 
 
+@runtime_checkable
+class Replicated(Protocol):
+    """An optional ability of sources: the file has further copies, for bytes that prove to be wrong.
+
+    Attributes:
+        copies: how many there are, with this one, which has the number 0.
+    """
+
+    copies: int
+
+    def read_copy(self, number: int, offset: int, data: np.ndarray) -> None:
+        """Fill a flat uint8 array from another copy. Raises StorageError or CorruptCheckpointError: it cannot."""
+
+
 class Opener(Protocol):
     """Opens files for reading. Every failure of the system is a StorageError with its errno."""
 

@@ -23,6 +23,7 @@ from jaxckpt_train.store.backends.base import (
     UNAVAILABLE,
     UNSUPPORTED,
     Entry,
+    Source,
     StoredRecord,
     storage_error,
     sync_directory,
@@ -83,7 +84,7 @@ class LocalBackend:
                         raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from error
             return _LocalSink(path, os.open(path, flags, 0o666), direct=False)
 
-    def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> _LocalSource:
+    def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> Source:
         with _storage_errors("open the file", os.path.join(directory, name)):
             return retry_interrupted(_open_below, directory, name, direct)
 

@@ -83,6 +83,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         log.started()
         log.completed = 24
         log.beat()
+    tier = jct.FastTierSettings(directory=directory.parent / "fast")
+    with jct.StepManager(directory, fast_tier=tier) as manager:
+        manager.restore()
+        assert manager.save(101, {"state": {"w": jnp.zeros(3)}})
     with owned_run(LocalBackend(), str(directory)):  # as `jaxckpt pin` does
         pass
     found: dict[str, set[str]] = {}

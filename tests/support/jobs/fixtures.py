@@ -33,6 +33,6 @@ def job_of() -> JobOf:
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End the jobs before other tests, so that they take no memory and time from these."""
-    if nextitem is None or "distributed" not in nextitem.path.parts:
+    if nextitem is None or not {"distributed", "tiers"} & {*nextitem.path.parts}:
         while _jobs:
             _jobs.popitem()[1].end()

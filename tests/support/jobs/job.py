@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.loopback import free_address
+from tests.support.jobs.namespaces import address as namespace_address
 from tests.support.paths import REPO_ROOT
 from tests.support.warm_python import WarmProcess
 
@@ -25,13 +26,18 @@ class Job:
     Args:
         processes: their number.
         devices: CPU devices of each.
+        namespaces: the network namespace of each; see `namespaces.py`.
         more: options of the worker, such as `heartbeat_timeout_seconds=10`.
     """
 
-    def __init__(self, processes: int, devices: int = 1, **more: Any) -> None:
+    def __init__(self, processes: int, devices: int = 1, namespaces: Sequence[str] | None = None, **more: Any) -> None:
         self.processes = processes
-        address = free_address()
-        self.workers = [_Worker(address, number, processes, devices, more) for number in range(processes)]
+        host, _, port = free_address().rpartition(":")
+        coordinator = f"{host if namespaces is None else namespace_address(0)}:{port}"
+        self.workers = [
+            _Worker(coordinator, number, processes, devices, {**more, "namespace": namespaces and namespaces[number]})
+            for number in range(processes)
+        ]
         self._pool = ThreadPoolExecutor(processes)
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = CALL_S) -> list[Any]:

@@ -12,6 +12,8 @@ import traceback
 
 import jax
 
+from tests.support.jobs.namespaces import enter
+
 
 def main() -> None:
     """Answer each line of the input with one line."""
@@ -19,6 +21,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # prints must not become answers
     options = json.loads(sys.argv[1])
+    namespace = options.pop("namespace", None)
+    if namespace is not None:
+        enter(namespace)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", options.pop("preemption_service", True))
     jax.distributed.initialize(**options)

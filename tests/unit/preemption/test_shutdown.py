@@ -208,9 +208,9 @@ class LosingManager(FakeManager):
         self._fails, self.codes = fails, list[int]()
         self._outcomes = [None, LOST if fails == "the last save" else None]
 
-    def leaves(self) -> None: ...
+    def leaves(self, left_s: float | None = None) -> None: ...
 
-    def settle(self, timeout_s: float | None = None) -> BaseException | None:
+    def settle(self, timeout_s: float | None = None, *, waits_for_copies: bool = True) -> BaseException | None:
         if self._fails == "the wait":
             raise LOST
         return self._outcomes.pop(0)

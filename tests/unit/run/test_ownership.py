@@ -20,7 +20,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.pending import SaveSlot
-from jaxckpt_train.run import directory as directory_module
+from jaxckpt_train.run import ownership
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.run.retention import Deleter
@@ -204,8 +204,8 @@ CLOSING = (
     jct.StepManager.close,
     SaveSlot.when_ended,
     RunDirectory.close,
-    directory_module.release_later,
-    directory_module.release,
+    ownership.release_later,
+    ownership.release,
     Deleter.close,
     Deleter.end,
     Deleter._has_work,

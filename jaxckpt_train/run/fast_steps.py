@@ -1,0 +1,357 @@
+"""The steps of a run on its fast tier: which there are, which are deleted, and how one reaches the slow tier.
+
+The slow tier is the directory of the run. A step of the fast tier is drained by all processes of the job: each copies
+what is on its host, and the primary commits the copy as a step of the run, with the same lineage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
+from jaxckpt_train.checkpointables.unchanged import UnchangedLeaves
+from jaxckpt_train.distributed.coordinator import Coordinator
+from jaxckpt_train.distributed.jax_service import coordinator_host
+from jaxckpt_train.errors import CheckpointError, CheckpointExistsError, CheckpointTimeoutError, suppress_secondary
+from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, ProgressTracker, start_save
+from jaxckpt_train.policies.context import SavePolicy
+from jaxckpt_train.policies.save import AnySavePolicy, FixedIntervalPolicy, OverheadBudgetPolicy
+from jaxckpt_train.run.directory import RunDirectory
+from jaxckpt_train.run.entry import Entry, entry_from_manifest, parse_step_name
+from jaxckpt_train.run.history import Clock
+from jaxckpt_train.run.job import JobSync
+from jaxckpt_train.settings import FastTierSettings, StoreSettings
+from jaxckpt_train.store.committed import Committed, folders_of, open_committed
+from jaxckpt_train.store.timeouts import time_limited
+from jaxckpt_train.store.transaction import Attempt, Transaction, begin
+from jaxckpt_train.store.verify import copy_verified
+from jaxckpt_train.tiers.fast_tier import FastTier
+
+_log = logging.getLogger("jaxckpt_train")
+_Copying = PendingSave[CheckpointMetadata | None]  # None: abandoned
+_MOST_DRAINS = 2  # at one time, one of which waits, unless a step must be copied
+
+
+def fast_policy(settings: FastTierSettings) -> SavePolicy:
+    """Which steps are saved to the fast tier."""
+    policies = list[SavePolicy]()
+    if settings.interval_steps is not None:
+        policies.append(FixedIntervalPolicy(settings.interval_steps))
+    if settings.max_fraction is not None:
+        policies.append(OverheadBudgetPolicy(settings.max_fraction, max_interval_secs=None))
+    return policies[0] if len(policies) == 1 else AnySavePolicy(policies or [OverheadBudgetPolicy()])
+
+
+class FastSaved(msgspec.Struct):
+    """The primary's message about a step of the fast tier: the steps to remove, and whether this one is drained."""
+
+    removed: tuple[str, ...]
+    drains: bool
+
+
+class _Found(msgspec.Struct):
+    """The steps of the run on its fast tier in the order of the saves, and the names of those of another run."""
+
+    entries: tuple[Entry, ...]
+    foreign: tuple[str, ...]
+
+
+class _BegunDrain(msgspec.Struct):
+    directory: bytes
+    paths: dict[int, list[str]]  # what each process copies
+
+
+class FastSteps:
+    """The steps of a run on its fast tier. All processes of the job call the methods in the same order.
+
+    Attributes:
+        tier: the directories of the hosts.
+        unchanged: what the next save to the fast tier may take over from the last one.
+        abandoned: whether copies to the slow tier are abandoned.
+    """
+
+    def __init__(
+        self, settings: FastTierSettings, run: RunDirectory, job_sync: JobSync, store: StoreSettings, clock: Clock
+    ) -> None:
+        self.tier, self.unchanged = FastTier(settings, run.directory), UnchangedLeaves(None)
+        self._run, self._job_sync, self._settings, self._store = run, job_sync, settings, store
+        self.clock, self.abandoned = clock, threading.Event()
+        self._drains = list[_Copying]()  # each waits for the one before
+        self._of_this_job, self._bytes = set[str](), dict[str, int]()  # by name; the bytes: on the fullest host
+        self._is_clean = False
+        self._is_leaving, self._ends_at = False, math.inf  # by time.monotonic()
+        self.drain_s = 0.0  # what the last copy took
+        run.fast_tier = self.tier.files, self.tier.directory
+
+    def look(self) -> None:
+        """Find out what is on the fast tier. The steps are candidates of a restore from then on."""
+        self._look()
+
+    def _look(self) -> tuple[str, ...]:
+        """As `look`; also return the names of steps of another run, whose directory was deleted."""
+        self.tier.join(self._job_sync.job, coordinator_host())
+        names = self.tier.look(self._job_sync.job)
+        sent = self._job_sync.on_primary("reading the fast tier", lambda: self._found(names), time.monotonic)
+        found = msgspec.convert(sent, _Found)
+        self._run.fast, self._bytes = list(found.entries), self.tier.host_bytes()
+        return found.foreign
+
+    @time_limited
+    def _found(self, names: Sequence[str]) -> _Found:
+        """In the primary: what these steps are."""
+        run_id, found, foreign = self._run.run_id(), list[Entry](), list[str]()
+        for name in names:
+            path = f"{self.tier.directory}/{name}"
+            if parse_step_name(name) is None:
+                continue
+            try:
+                info = open_committed(self.tier.files, path, is_complete=False).manifest.info
+            except CheckpointError as error:
+                _log.warning("%s: ignored: %s", path, error)
+                continue
+            entry = _entry_of(name, info)
+            if entry.run != run_id:
+                foreign.append(name)
+            elif not self.tier.files.is_complete(name):
+                _log.warning("step %d of the fast tier is ignored: too many hosts that had parts are lost", entry.step)
+            else:
+                found.append(entry)
+        return _Found(tuple(sorted(found, key=lambda entry: entry.order)), tuple(foreign))
+
+    def own(self) -> None:
+        """After the run is owned: join the other hosts, remove what interrupted saves have left, and look."""
+        if self._is_clean:
+            return
+        self.tier.join(self._job_sync.job, coordinator_host())
+        if self.tier.is_leader:
+            self.tier.clean()
+        foreign = self._look()
+        if self.tier.is_leader:
+            self.tier.remove(foreign)
+        self._is_clean = True
+
+    def refuse(self, step: int) -> None:
+        """Refuse a step that the fast tier has, or that is below a later one, unless a roll-back left it behind."""
+        line = self._run.fast_line()
+        latest = max((entry.step for entry in line), default=-1)
+        if step <= latest:
+            raise CheckpointExistsError(
+                f"{self.tier.directory}: expected a step above {latest}, which the fast tier already has, found {step}"
+            )
+
+    def saved(
+        self, name: str, info: Mapping[str, Any], host_bytes: int, *, drains: bool, must_drain: bool
+    ) -> FastSaved:
+        """In the primary, when a step is published: decide what becomes of it, and of the older ones.
+
+        `host_bytes`: what it takes on the host on which it takes most.
+        """
+        fast = [*self._run.fast, _entry_of(name, info)]
+        held = {drain.subject for drain in self._drains if not drain.done()}
+        self._bytes[name] = host_bytes
+        removed = [each for each in self._expired(fast) if each not in held]
+        if drains and not self._has_time(int(info["step"])):
+            drains = False
+        elif drains and not must_drain and len(held) >= _MOST_DRAINS:
+            _log.warning(
+                "step %s stays on the fast tier: %d earlier ones are still being copied to %s",
+                info["step"],
+                len(held),
+                self._run.directory,
+            )
+            drains = False
+        return FastSaved(tuple(removed), drains)
+
+    def _expired(self, fast: Sequence[Entry]) -> list[str]:
+        """The names of the steps beyond the number or the bytes that are kept; the newest is always kept."""
+        limit, total = self._settings.max_bytes, 0
+        sizes = [self._bytes.get(entry.name, 0) for entry in fast]
+        for kept, size in enumerate(reversed(sizes)):
+            total += size
+            if kept and (kept >= self._settings.keep or (limit is not None and total > limit)):
+                return [entry.name for entry in fast[: len(fast) - kept]]
+        return []
+
+    def after(self, committed: Committed, message: FastSaved, job: Coordinator | None) -> None:
+        """In all processes, after a step is published: remove the older ones of this host, and begin to drain it."""
+        name, info = os.path.basename(committed.directory), committed.manifest.info
+        entry = _entry_of(name, info)
+        self._run.saved_to_fast_tier(entry, message.removed)
+        self._of_this_job.add(name)
+        self._of_this_job.difference_update(message.removed)
+        if self.tier.is_leader:
+            self.tier.remove(message.removed)
+        if job is not None and message.drains:
+            self.drain(name, entry.step, job)
+        elif job is not None:
+            job.end()
+
+    def drain(self, name: str, step: int, job: Coordinator) -> None:
+        """Begin to copy a step to the slow tier in the background, once earlier copies have ended.
+
+        `job`: a coordinator for this copy only.
+        """
+        tracker, before = ProgressTracker(), self._drains[-1] if self._drains else None
+        work = functools.partial(_Drain(self, self._run, job, self._store, tracker).run, name, step, before)
+        self._drains = [drain for drain in self._drains if not drain.done() or drain.error() is not None]
+        self._drains.append(start_save(name, work, tracker=tracker))
+
+    def leave(self, left_s: float | None) -> None:
+        """Record that the job was asked to stop, and has `left_s` seconds left; None: no limit."""
+        self._is_leaving = True
+        self._ends_at = math.inf if left_s is None else time.monotonic() + left_s
+
+    def _has_time(self, step: int) -> bool:
+        """Whether a step can be copied before the job has to end; otherwise say why not."""
+        left_s = self._ends_at - time.monotonic()
+        if self.drain_s <= left_s:
+            return True
+        why = f"a copy takes about {self.drain_s:.3g} s, and {max(0.0, left_s):.3g} s are left"
+        _log.warning("step %d stays on the fast tier: %s; the next job copies it", step, why)
+        return False
+
+    def undrained(self) -> tuple[str, int] | None:
+        """In the primary: the name and the number of the newest step, if the slow tier has no later one."""
+        line, slow = self._run.fast_line(), [entry.order for entry in self._run.newest()]
+        if not line or (slow and max(slow)[:2] >= line[-1].order[:2]):
+            return None
+        is_draining = any(drain.subject == line[-1].name and not drain.done() for drain in self._drains)
+        if is_draining or not self._has_time(line[-1].step):
+            return None
+        return line[-1].name, line[-1].step
+
+    def paths_by_process(self, name: str, processes: int) -> dict[int, list[str]]:
+        """Which process copies which files of a step: those that are on its host, if it can be."""
+        layout = self.tier.files.layout(name)
+        if layout is None:
+            raise CheckpointError(f"{self.tier.directory}/{name}: no host has its layout")
+        found: dict[int, list[str]] = {process: [] for process in range(processes)}
+        leaders, is_own = self.tier.hosts.leaders(), name in self._of_this_job
+        for writer, names in layout.files.items():
+            process = writer if is_own else self.tier.holder(name, names) or leaders[writer % len(leaders)]
+            found[process] += [path for path, _ in names]
+        return found
+
+    def settle(self, timeout_s: float | None, until: Callable[[], bool] | None) -> BaseException | None:
+        """Wait for the copies that are running as `PendingSave.outcome`, and return the first error.
+
+        If the job has to end, a copy that is not done in time is abandoned, which loses nothing.
+        """
+        while self._drains:
+            drain = self._drains[0]
+            try:
+                error = drain.outcome(timeout_s, LAST_PATIENCE_S if timeout_s is None else None, until)
+            except CheckpointTimeoutError as late:
+                if not self._is_leaving:
+                    raise
+                _log.warning("%s; it stays on the fast tier, and the next job copies it", late)
+                self.abandoned.set()
+                self._drains = []
+                return None
+            self._drains.pop(0)
+            if error is not None:
+                return error
+        return None
+
+    def progress(self, tracker: ProgressTracker, done: int) -> None:
+        """Count bytes of a copy. Raises CheckpointError: the copy is abandoned, because the job has to end."""
+        tracker(done)
+        if self.abandoned.is_set():
+            raise CheckpointError("the job has to end; the step stays on the fast tier")
+
+    def close(self) -> None:
+        """Stop serving files to other hosts."""
+        self.tier.close()
+
+
+def _entry_of(name: str, info: Mapping[str, Any]) -> Entry:
+    step, generation = parse_step_name(name) or (int(info["step"]), 0)
+    return dataclasses.replace(entry_from_manifest(name, step, generation, info), is_fast=True)
+
+
+class _Drain:
+    """One copy of a step of the fast tier to the slow tier, as a process of the job makes it."""
+
+    def __init__(
+        self, fast: FastSteps, run: RunDirectory, job: Coordinator, settings: StoreSettings, tracker: ProgressTracker
+    ) -> None:
+        self._fast, self._run, self._job, self._settings, self._tracker = fast, run, job, settings, tracker
+        self._transaction: Transaction | None = None
+
+    def run(self, name: str, step: int, before: _Copying | None) -> CheckpointMetadata | None:
+        """Copy and commit, once the copy `before` has ended. None: it was abandoned."""
+        if before is not None:
+            before.wait_until_ended()
+        started, sign, doing = time.perf_counter(), self._tracker.sign, f"draining step {step} to {self._run.directory}"
+        found = list[Committed]()
+
+        def look() -> bytes:
+            found.append(self._opened(name))
+            return b""
+
+        try:
+            answer = self._job.exchange(doing, look, lambda values: self._begin(found[0], name, step), sign)
+            begun = msgspec.msgpack.decode(answer, type=_BegunDrain)
+            copy = functools.partial(self._copy, found[0], begun)
+            self._job.exchange(doing, copy, lambda values: self._commit(found[0], started), sign, self._tracker)
+            return describe(found[0])
+        except BaseException as error:
+            if self._transaction is not None:
+                with suppress_secondary(error, self._run.directory):
+                    self._transaction.abort_after(error)
+            _log.warning("step %d of the fast tier was not drained: %s: %s", step, type(error).__name__, error)
+            if not self._fast.abandoned.is_set():
+                raise
+            return None
+        finally:
+            self._job.end()
+
+    def _opened(self, name: str) -> Committed:
+        """The step, without what only holds for it: which of its files were taken over."""
+        tier = self._fast.tier
+        found = open_committed(tier.files, f"{tier.directory}/{name}")
+        info = {key: value for key, value in found.manifest.info.items() if key != "taken_bytes"}
+        return dataclasses.replace(found, manifest=msgspec.structs.replace(found.manifest, info=info))
+
+    def _begin(self, source: Committed, name: str, step: int) -> bytes:
+        self._run.check_owner()
+        final, info = self._run.next_step_name(step), source.manifest.info
+        publish = functools.partial(self._run.publish, final, info)
+        path = f"{self._run.directory}/{final}"
+        self._transaction = begin(self._run.backend, path, self._settings, publish, is_step=True)
+        self._transaction.add_folders(folders_of(source.manifest))
+        paths = self._fast.paths_by_process(name, self._job.processes)
+        return msgspec.msgpack.encode(_BegunDrain(os.fsencode(self._transaction.directory), paths))
+
+    def _copy(self, source: Committed, begun: _BegunDrain) -> bytes:
+        directory, paths = os.fsdecode(begun.directory), frozenset(begun.paths[self._job.process])
+        attempt = self._transaction or Attempt(self._run.backend, directory, self._settings)
+        progress = functools.partial(self._fast.progress, self._tracker)
+        copy_verified(self._fast.tier.files, source, attempt, self._settings, progress, paths)
+        if attempt is not self._transaction:
+            attempt.sync()
+        return b""
+
+    def _commit(self, source: Committed, started: float) -> bytes:
+        """In the primary: make the copy a step of the run, and apply retention."""
+        assert self._transaction is not None
+        committed, info = self._transaction.commit(source.manifest), source.manifest.info
+        self._run.committed(committed, info, is_durable=self._settings.durability == "full")
+        self._run.record_roll_back()
+        took_s = time.perf_counter() - started
+        drained = {"step": info["step"], "name": os.path.basename(committed.directory), "bytes": committed.data_bytes}
+        self._fast.drain_s = took_s
+        self._run.history.add("drain", self._fast.clock(), **drained, drain_s=took_s)
+        _log.info("drained step %s to %s in %.3f s", info["step"], self._run.directory, took_s)
+        self._run.retain()
+        return b""

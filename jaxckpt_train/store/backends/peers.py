@@ -1,0 +1,373 @@
+"""Read files of other hosts over TCP: a server of one directory, and its clients, the other processes of the job.
+
+The server only reads, and only regular files below its directory. A connection begins with a handshake, in which both
+sides prove that they know the token of the job without sending it. Then the client sends requests, and the server
+answers each with one response. Request and response are frames:
+
+    magic (4 bytes), number (8), kind (1), size of the body (4), size of the payload (4), digest of the payload (16),
+    code of the header and the body (16); body (msgpack); payload (bytes of a file)
+
+The code is a keyed BLAKE2b with a key of this connection and direction, and the number counts the frames. So a frame of
+another job, of another connection, or one sent twice is refused before its payload is read, and every payload is
+checked against its digest. Nothing is encrypted: the network must be one that the job trusts with its data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from typing import Literal, TypeVar
+
+import msgspec
+import numpy as np
+import xxhash
+
+from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.store.backends.base import Opener, storage_error
+
+MAX_BODY_BYTES, MAX_PAYLOAD_BYTES = 64 << 10, 4 << 20
+MAX_CONNECTIONS = 64
+HANDSHAKE_S = 10.0
+IDLE_S = 600.0  # then the server closes a connection
+_PAUSE_S = 0.1
+_MAGIC = b"JCK1"
+_HEADER = struct.Struct(">4sQBII16s16s")
+_SIGNED = _HEADER.size - 16
+_NONCE_BYTES = 32
+_REQUEST, _CONTENT, _ERROR = 1, 2, 3
+_log = logging.getLogger("jaxckpt_train")
+T = TypeVar("T")
+
+
+class FrameError(Exception):
+    """What arrived is no frame of this connection, or ends too early."""
+
+
+class _EndedError(FrameError):
+    pass
+
+
+class _Request(msgspec.Struct, array_like=True):
+    """Read from a file. `path` is relative to the directory of the server; no bytes: only ask for its size."""
+
+    path: str
+    offset: int
+    bytes: int
+
+
+class _Content(msgspec.Struct, array_like=True):
+    """What a file has; the bytes are the payload."""
+
+    size: int
+    modified_ns: int
+
+
+class _Failure(msgspec.Struct, array_like=True):
+    """Why a file could not be read. `errno` 0: it ends before the bytes that were asked for."""
+
+    errno: int
+    reason: str
+
+
+class Connection:
+    """Frames over a socket, after the handshake. Raises FrameError, and OSError of the socket."""
+
+    def __init__(self, link: socket.socket, token: bytes, *, is_server: bool) -> None:
+        self._link = link
+        nonces = secrets.token_bytes(_NONCE_BYTES), b""
+        own, other = b"server" if is_server else b"client", b"client" if is_server else b"server"
+        link.sendall(_MAGIC + nonces[0])
+        magic, theirs = self._received(len(_MAGIC)), self._received(_NONCE_BYTES)
+        if magic != _MAGIC:
+            raise FrameError("the other side does not speak this protocol")
+        pair = nonces[0] + theirs if is_server else theirs + nonces[0]
+        link.sendall(_keyed(token, b"proof of " + own + pair))
+        if not hmac.compare_digest(self._received(_NONCE_BYTES), _keyed(token, b"proof of " + other + pair)):
+            raise FrameError("the other side does not know the token of this job")
+        self._own_key, self._their_key = (
+            _keyed(token, b"key of " + own + pair),
+            _keyed(token, b"key of " + other + pair),
+        )
+        self._sent = self._seen = 0
+
+    def send(self, kind: int, body: msgspec.Struct, payload: np.ndarray | None = None) -> None:
+        """Send one frame; `payload` is a flat uint8 array of at most `MAX_PAYLOAD_BYTES`."""
+        encoded = msgspec.msgpack.encode(body)
+        content = memoryview(b"" if payload is None else payload)
+        digest = xxhash.xxh3_128_digest(content)
+        start = _HEADER.pack(_MAGIC, self._sent, kind, len(encoded), len(content), digest, b"")[:_SIGNED]
+        self._sent += 1
+        self._link.sendall(start + _code(self._own_key, start + encoded) + encoded)
+        if len(content):
+            self._link.sendall(content)
+
+    def receive(self, into: np.ndarray | None = None) -> tuple[int, bytes]:
+        """Receive one frame; return its kind and its body. Its payload must fill `into` (None: have no bytes)."""
+        header = self._received(_HEADER.size)
+        magic, number, kind, body_bytes, payload_bytes, digest, code = _HEADER.unpack(header)
+        expected = 0 if into is None or kind == _ERROR else len(into)
+        if magic != _MAGIC or body_bytes > MAX_BODY_BYTES or payload_bytes != expected:
+            raise FrameError("the frame has no valid header")
+        body = self._received(body_bytes)
+        if number != self._seen or not hmac.compare_digest(code, _code(self._their_key, header[:_SIGNED] + body)):
+            raise FrameError("the frame does not belong to this connection, or was sent before")
+        self._seen += 1
+        if into is not None and expected:
+            self._fill(memoryview(into))
+            if xxhash.xxh3_128_digest(into) != digest:
+                raise FrameError("the bytes of a file changed on their way")
+        return kind, body
+
+    def _received(self, size: int) -> bytes:
+        data = bytearray(size)
+        self._fill(memoryview(data))
+        return bytes(data)
+
+    def _fill(self, view: memoryview) -> None:
+        while view:
+            done = self._link.recv_into(view)
+            if not done:
+                raise _EndedError("the other side has closed the connection")
+            view = view[done:]
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._link.close()
+
+
+def _keyed(token: bytes, text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=_NONCE_BYTES, key=token[:64]).digest()
+
+
+def _code(key: bytes, text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16, key=key).digest()
+
+
+class FileServer:
+    """Serves the regular files below a directory to clients that know the token, from the constructor to `close`.
+
+    It listens on one address of this host, on a free port. A connection costs a thread and at most 4 MiB.
+
+    Attributes:
+        address: the address and the port.
+    """
+
+    def __init__(self, files: Opener, directory: str, token: bytes, host: str, port: int = 0) -> None:
+        self._files, self._directory, self._token = files, directory, token
+        try:
+            self._listener = socket.create_server((host, port), family=_family(host), backlog=MAX_CONNECTIONS)
+        except OSError as error:
+            raise storage_error(error.errno or errno.EIO, f"listen on {host}:{port}", directory, str(error)) from error
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        _servers.add(self)
+        self._open, self._lock, self._closed = set[socket.socket](), threading.Lock(), threading.Event()
+        threading.Thread(target=self._accept, name="jaxckpt-peers", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving; clients that are reading get an error."""
+        with self._lock:
+            self._closed.set()
+            links = [self._listener, *self._open]
+        for link in links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+            link.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                link, address = self._listener.accept()
+            except OSError:  # closed; or too many open files, and a client has to wait
+                if self._closed.wait(_PAUSE_S):
+                    return
+                continue
+            with self._lock:
+                is_welcome = not self._closed.is_set() and len(self._open) < MAX_CONNECTIONS
+                if is_welcome:
+                    self._open.add(link)
+            if not is_welcome:
+                link.close()
+                continue
+            name = f"jaxckpt-peer-{link.fileno()}"
+            threading.Thread(target=self._serve, args=(link, address), name=name, daemon=True).start()
+
+    def _serve(self, link: socket.socket, address: tuple[str, int]) -> None:
+        try:
+            with contextlib.closing(link):
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                link.settimeout(HANDSHAKE_S)
+                connection = Connection(link, self._token, is_server=True)
+                link.settimeout(IDLE_S)
+                memory = np.empty(0, np.uint8)
+                while True:
+                    kind, body = connection.receive()
+                    if kind != _REQUEST:
+                        raise FrameError(f"expected a request, found a frame of kind {kind}")
+                    memory = self._answer(connection, _decoded(body, _Request), memory)
+        except FrameError as error:
+            if not self._closed.is_set() and not isinstance(error, _EndedError):
+                _log.warning("%s: a connection from %s was refused: %s", self._directory, address[0], error)
+        except OSError:
+            pass  # the client is gone; it reports the error
+        finally:
+            with self._lock:
+                self._open.discard(link)
+
+    def _answer(self, connection: Connection, request: _Request, memory: np.ndarray) -> np.ndarray:
+        """Answer one request; return the memory for the next one."""
+        try:
+            if not _is_below(request.path) or not 0 <= request.bytes <= MAX_PAYLOAD_BYTES or request.offset < 0:
+                raise FrameError(f"asks for {request.bytes} bytes at {request.offset} of {request.path[:200]!r}")
+            with contextlib.closing(self._files.open(self._directory, request.path, direct=False)) as source:
+                if len(memory) < request.bytes:
+                    memory = np.empty(request.bytes, np.uint8)
+                data = memory[: request.bytes]
+                if request.bytes:
+                    source.read_into(request.offset, data, request.bytes)
+                answer = _Content(source.size, source.modified_ns)
+        except StorageError as error:
+            connection.send(_ERROR, _Failure(error.errno or errno.EIO, str(error.strerror)[:1000]))
+        except CorruptCheckpointError as error:
+            connection.send(_ERROR, _Failure(0, str(error)[:1000]))
+        else:
+            connection.send(_CONTENT, answer, data)
+        return memory
+
+
+_servers: weakref.WeakSet[FileServer] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close the sockets in a forked child, which has no thread that would answer."""
+    for server in list(_servers):
+        for link in (server._listener, *server._open):
+            link.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Peer:
+    """The files that the process `process` of the job serves. Every failure is a StorageError; thread-safe.
+
+    Args:
+        timeout_s: how many seconds a connection may take, or make no progress.
+    """
+
+    def __init__(self, process: int, address: tuple[str, int], token: bytes, timeout_s: float) -> None:
+        self.process, self._address, self._token, self._timeout_s = process, address, token, timeout_s
+        self._idle, self._lock = list[Connection](), threading.Lock()
+
+    def open(self, path: str) -> PeerSource:
+        """Open a file by its path below the directory of the server."""
+        content = self._ask(_Request(path, 0, 0), None)
+        return PeerSource(self, path, content.size, content.modified_ns)
+
+    def read_into(self, path: str, offset: int, data: np.ndarray) -> None:
+        """Fill a flat uint8 array. Raises CorruptCheckpointError: the file is shorter."""
+        for at in range(0, len(data), MAX_PAYLOAD_BYTES):
+            piece = data[at : at + MAX_PAYLOAD_BYTES]
+            self._ask(_Request(path, offset + at, len(piece)), piece)
+
+    def close(self) -> None:
+        """Close the connections."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _ask(self, request: _Request, into: np.ndarray | None) -> _Content:
+        where = f"{self._address[0]}:{self._address[1]}/{request.path}"
+        with self._lock:
+            connection, is_fresh = (self._idle.pop(), False) if self._idle else (None, True)
+        while True:
+            try:
+                connection = connection or self._connect()
+                connection.send(_REQUEST, request)
+                kind, body = connection.receive(into)
+            except (OSError, FrameError) as error:
+                if connection is not None:
+                    connection.close()
+                if not is_fresh:  # the server may have closed a connection that was idle
+                    connection, is_fresh = None, True
+                    continue
+                code = (error.errno if isinstance(error, OSError) else None) or errno.EIO
+                reason = f"process {self.process} does not deliver it: {error or type(error).__name__}"
+                raise storage_error(code, "read the file of another host", where, reason) from error
+            with self._lock:
+                self._idle.append(connection)
+            if kind == _CONTENT:
+                return _decoded(body, _Content)
+            failure = _decoded(body, _Failure)
+            if failure.errno == 0:
+                raise CorruptCheckpointError(f"{where}: {failure.reason}")
+            raise storage_error(failure.errno, "read the file of another host", where, failure.reason)
+
+    def _connect(self) -> Connection:
+        """Connect, and wait while the server has too many connections, which it closes at once."""
+        end_s = time.monotonic() + self._timeout_s
+        while True:
+            link = socket.create_connection(self._address, self._timeout_s)
+            try:
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return Connection(link, self._token, is_server=False)
+            except (_EndedError, ConnectionError):
+                link.close()
+                if time.monotonic() >= end_s:
+                    raise
+                time.sleep(_PAUSE_S)
+            except BaseException:
+                link.close()
+                raise
+
+
+class PeerSource:
+    """A file of another host, opened for reading; a `Source`."""
+
+    alignment = 1
+
+    def __init__(self, peer: Peer, path: str, size: int, modified_ns: int) -> None:
+        self._peer, self._path, self.size, self.modified_ns = peer, path, size, modified_ns
+
+    def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
+        """As `Source.read_into`."""
+        self._peer.read_into(self._path, offset, data[:needed])
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def local_address(towards: str) -> str:
+    """The address of this host on the interface through which another one is reached; no packet is sent."""
+    try:
+        with socket.socket(_family(towards), socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, 9))
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        raise storage_error(error.errno or errno.EIO, "find the interface of the job", towards, str(error)) from error
+    return found
+
+
+def _is_below(path: str) -> bool:
+    return len(path) < MAX_BODY_BYTES and "\0" not in path and all(n not in ("", ".", "..") for n in path.split("/"))
+
+
+def _decoded(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise FrameError(f"the frame has no {kind.__name__}: {error}") from error
+
+
+def _family(host: str) -> Literal[socket.AddressFamily.AF_INET, socket.AddressFamily.AF_INET6]:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

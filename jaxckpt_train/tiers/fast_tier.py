@@ -1,0 +1,274 @@
+"""The fast tier of a run, as one process of its job uses it.
+
+Every host has a directory of its own. A step of the fast tier has one name on all hosts; each host has the manifest,
+COMMIT and the layout of the step, the files of its own processes, and copies or parity of others' files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import secrets
+import weakref
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from jaxckpt_train.distributed.coordinator import Coordinator
+from jaxckpt_train.errors import CheckpointError, SettingsError, StorageError
+from jaxckpt_train.settings import FastTierSettings
+from jaxckpt_train.store.backends.base import GONE, Opener, Source
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.backends.peers import FileServer, Peer, local_address
+from jaxckpt_train.store.committed import read_committed
+from jaxckpt_train.store.manifest import COMMIT_NAME
+from jaxckpt_train.store.process_identity import machine_id
+from jaxckpt_train.store.removal import walk_directories
+from jaxckpt_train.store.timeouts import report_progress, time_limited
+from jaxckpt_train.tiers.host_files import HeldStep, HostFiles, Name
+from jaxckpt_train.tiers.hosts import Host, Hosts, Protection
+
+TOKEN_BYTES = 32
+_MARK = ".host-"
+_LOSSES = {"none": 0, "partner": 1, "xor": 1, "p+q": 2}
+_log = logging.getLogger("jaxckpt_train")
+
+
+class FastTier:
+    """The fast tier of a run. All processes of the job make one, and call its methods in the same order.
+
+    Args:
+        run_directory: the directory of the run. Each run has a folder of its own, so that runs may share a disk.
+
+    Attributes:
+        directory: its folder on this host.
+        files: its files, on all hosts.
+        hosts: the hosts of the job; after `join`.
+        protection: who keeps what of whom; after `join`.
+    """
+
+    def __init__(self, settings: FastTierSettings, run_directory: str) -> None:
+        folder = hashlib.blake2b(run_directory.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+        self.settings, self.directory = settings, f"{settings.directory}/run-{folder}"
+        self.files = HostFiles(self.directory)
+        self.hosts, self.protection = Hosts([Host(0, "")]), Protection("none", {}, ())
+        self._process, self._has_joined = 0, False
+        self._peers: dict[int, Peer] = {}
+        self._held: dict[int, list[HeldStep]] = {}
+        self._server: FileServer | None = None
+
+    def join(self, job: Coordinator, coordinator_address: str | None) -> None:
+        """Find the other hosts, and serve the files of this one to them; done once."""
+        if self._has_joined:
+            return
+        self._process = job.process
+        domain = self.settings.failure_domain or machine_id()
+        self.files.make_directory(self.directory, parents=True, sync=False)
+        if job.processes == 1:
+            self.hosts, self._has_joined = Hosts([Host(0, domain, self.directory)]), True
+            return
+        token = job.exchange("joining the fast tier", bytes, lambda values: secrets.token_bytes(TOKEN_BYTES))
+
+        def serve() -> bytes:
+            host = self.settings.address or local_address(coordinator_address or "127.0.0.1")
+            self._server = FileServer(LocalBackend(), self.directory, token, host, self.settings.port)
+            weakref.finalize(self, self._server.close).atexit = False
+            return msgspec.msgpack.encode(Host(job.process, domain, self.directory, self._server.address))
+
+        found = job.exchange("finding the hosts of the fast tier", serve, msgspec.msgpack.encode)
+        hosts = [msgspec.msgpack.decode(each, type=Host) for each in msgspec.msgpack.decode(found, type=list[bytes])]
+        self.hosts = Hosts(hosts)
+        self._refuse_divided_hosts()
+        self._refuse_shared_directory(job, token.hex())
+        self._peers = {
+            each.process: Peer(each.process, each.address, token, self.settings.timeout_s)
+            for each in hosts
+            if each.address is not None and each.process != job.process
+        }
+        self.protection = self.hosts.protection(self.settings.redundancy)
+        if job.process == 0 and self.protection.survives() < _LOSSES[self.settings.redundancy]:
+            _log.warning(
+                "%s: redundancy=%r needs more hosts than the %d of this job: a step survives the loss of %d",
+                self.directory,
+                self.settings.redundancy,
+                self.hosts.count,
+                self.protection.survives(),
+            )
+        self._has_joined = True
+
+    def _refuse_divided_hosts(self) -> None:
+        found = self.hosts.divided_host()
+        if found is not None:
+            other = self.hosts.all[self.hosts.leader(found.process)]
+            raise SettingsError(
+                f"fast_tier: processes {other.process} and {found.process} are on one host ({found.domain}), but have "
+                f"the directories {other.directory} and {found.directory}: give them one directory, or another "
+                "failure_domain if they are not lost together"
+            )
+
+    def _refuse_shared_directory(self, job: Coordinator, token: str) -> None:
+        """Raise SettingsError if several hosts have one directory. Each host leaves a mark, and looks for others."""
+        mark = f"{_MARK}{token}-{job.process}"
+
+        def leave() -> bytes:
+            if self.is_leader:
+                self.files.write_new(f"{self.directory}/{mark}", b"")
+            return b""
+
+        def look() -> bytes:
+            names = [entry.name for entry in self.files.list(self.directory) if entry.name.startswith(_MARK)]
+            if f"{_MARK}{token}-{self.hosts.leader(job.process)}" not in names:
+                raise SettingsError(
+                    f"fast_tier: {self.directory}: processes {self.hosts.leader(job.process)} and {job.process} are on "
+                    "one machine, but do not see the same directory (containers?): give each container a "
+                    "failure_domain of its own"
+                )
+            if self.is_leader and any(name.startswith(f"{_MARK}{token}") and name != mark for name in names):
+                raise SettingsError(
+                    f"fast_tier: {self.directory} is shared by several hosts: choose a directory that each host has "
+                    "for itself, on a local disk or in memory"
+                )
+            return b""
+
+        def forget() -> bytes:
+            for entry in self.files.list(self.directory) if self.is_leader else ():
+                if entry.name.startswith(_MARK):  # also those of a job that was killed here
+                    self.files.remove(f"{self.directory}/{entry.name}")
+            return b""
+
+        for act in (leave, look, forget):
+            job.exchange("comparing the directories of the fast tier", act)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process does what is done once for each host."""
+        return self.hosts.leader(self._process) == self._process
+
+    def holder(self, name: str, files: Sequence[Name]) -> int | None:
+        """The first process of a host that has these files of a step; None: none has all of them."""
+        paths = {path for path, _ in files}
+        return next(
+            (
+                each
+                for each, steps in self._held.items()
+                if any(step.name == name and paths <= set(step.files) for step in steps)
+            ),
+            None,
+        )
+
+    def host_bytes(self) -> dict[str, int]:
+        """What each step takes on the host on which it takes most, as of the last look."""
+        found = dict[str, int]()
+        for step in (step for steps in self._held.values() for step in steps):
+            found[step.name] = max(found.get(step.name, 0), sum(step.files.values()))
+        return found
+
+    def bytes_of(self, name: str) -> int:
+        """What a directory takes on this host."""
+        return sum(self._sizes(f"{self.directory}/{name}").values())
+
+    def peer(self, process: int) -> Peer:
+        """The files that another process serves."""
+        return self._peers[process]
+
+    def opener(self, process: int) -> Opener:
+        """Opens the files of another process's host, in directories below that of the fast tier."""
+        return _PeerOpener(self._peers[process])
+
+    @time_limited
+    def fetch(self, process: int, path: str, size: int) -> bytes:
+        """Read a whole file of the host of a process."""
+        data = np.empty(size, np.uint8)
+        if process == self._process:
+            folder, _, name = path.rpartition("/")
+            with contextlib.closing(self.files.open(f"{self.directory}/{folder}", name, direct=False)) as source:
+                source.read_into(0, data, size)
+        else:
+            self._peers[process].read_into(path, 0, data)
+        return data.tobytes()
+
+    def look(self, job: Coordinator) -> list[str]:
+        """Find out which steps the hosts have, in all processes; return their names."""
+        give = functools.partial(self._encoded_steps, job.process)
+        answer = job.exchange("looking at the fast tier", give, msgspec.msgpack.encode)
+        sent = msgspec.msgpack.decode(answer, type=list[bytes])
+        held = [msgspec.msgpack.decode(each, type=list[HeldStep]) for each in sent]
+        leader = self.hosts.leader(job.process)
+        self._held = {each: held[each] for each in self.hosts.leaders()}
+        others = {self._peers[each]: held[each] for each in self.hosts.leaders() if each != leader}
+        self.files.know({step.name for step in held[leader]}, others)
+        return sorted({step.name for steps in held for step in steps})
+
+    def _encoded_steps(self, process: int) -> bytes:
+        steps = self._steps_here() if self.hosts.leader(process) == process else []
+        return msgspec.msgpack.encode(steps)
+
+    @time_limited
+    def _steps_here(self) -> list[HeldStep]:
+        """The steps of which this host has an intact manifest."""
+        found = list[HeldStep]()
+        for entry in self.files.list(self.directory):
+            path = f"{self.directory}/{entry.name}"
+            if entry.kind != "directory" or not entry.name.startswith("step-"):
+                continue
+            try:
+                committed = read_committed(self.files, path)
+                if committed is not None:
+                    found.append(HeldStep(entry.name, committed[1], self._sizes(path)))
+            except CheckpointError as error:
+                _log.warning("%s: ignored on this host: %s", path, error)
+            report_progress()
+        return found
+
+    def _sizes(self, path: str) -> dict[str, int]:
+        sizes = dict[str, int]()
+        for folder, entries in walk_directories(self.files, path):
+            for entry in entries:
+                if entry.kind == "file":
+                    with contextlib.suppress(StorageError):
+                        source = self.files.open_here(folder, entry.name)
+                        source.close()
+                        sizes[f"{folder}/{entry.name}".removeprefix(f"{path}/")] = source.size
+        return sizes
+
+    def clean(self) -> None:
+        """Remove what interrupted saves have left on this host. Only for the owner of the run, before it saves."""
+        for entry in self.files.list(self.directory):
+            path = f"{self.directory}/{entry.name}"
+            is_left = entry.name.startswith(".step-") or (entry.name.startswith("step-") and not self._has_commit(path))
+            if entry.kind == "directory" and is_left:
+                self.files.remove(path)
+
+    def _has_commit(self, path: str) -> bool:
+        return self.files.kind(f"{path}/{COMMIT_NAME}") == "file"
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove steps from this host, COMMIT first; a refusal is only logged."""
+        for name in names:
+            path = f"{self.directory}/{name}"
+            try:
+                self.files.remove(f"{path}/{COMMIT_NAME}")
+                self.files.remove(path)
+            except StorageError as error:
+                if error.errno not in GONE:
+                    _log.warning("%s could not be removed: %s", path, error)
+
+    def close(self) -> None:
+        """Stop serving files."""
+        if self._server is not None:
+            self._server.close()
+        for peer in self._peers.values():
+            peer.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _PeerOpener:
+    peer: Peer
+
+    def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> Source:
+        return self.peer.open(f"{directory}/{name}")

@@ -1,0 +1,159 @@
+"""The fast tier of jobs: lost hosts, other numbers of hosts, damaged copies."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import fast
+from tests.support.jobs.fixtures import JobOf
+from tests.support.jobs.job import Job
+
+HOSTS = 4
+
+
+@contextlib.contextmanager
+def lost(tier: Path, hosts: Sequence[str]) -> Iterator[None]:
+    """Take the directories of these hosts away meanwhile."""
+    kept = tier.with_name("kept")
+    kept.mkdir()
+    for host in hosts:
+        (tier / host).rename(kept / host)
+    try:
+        yield
+    finally:
+        for host in hosts:
+            shutil.rmtree(tier / host, ignore_errors=True)
+            (kept / host).rename(tier / host)
+        kept.rmdir()
+
+
+def places(tmp_path: Path) -> tuple[str, str]:
+    return str(tmp_path / "slow"), str(tmp_path / "fast")
+
+
+def saved(job: Job, tmp_path: Path, steps: Sequence[int], redundancy: str, hosts: list[str] | None = None) -> None:
+    job.call(fast.save_steps, *places(tmp_path), [*steps], hosts, {"redundancy": redundancy})
+
+
+def restored(job: Job, tmp_path: Path, redundancy: str = "partner", hosts: list[str] | None = None) -> int:
+    """Restore the newest step, with the right bytes in all processes; return its number."""
+    answers = job.call(fast.restore, *places(tmp_path), hosts, {"redundancy": redundancy})
+    assert answers == [[answers[0][0], []]] * job.processes
+    return int(answers[0][0])
+
+
+@pytest.mark.parametrize("redundancy", ["partner", "xor", "p+q"])
+def test_any_lost_hosts(job_of: JobOf, tmp_path: Path, redundancy: str) -> None:
+    job, tier = job_of(HOSTS, 1), tmp_path / "fast"
+    saved(job, tmp_path, [9, 10, 11, 12], redundancy)
+    names = [f"host{number}" for number in range(HOSTS)]
+    for host in names:
+        with lost(tier, [host]):
+            assert restored(job, tmp_path, redundancy) == 12
+    for pair in itertools.combinations(names, 2):
+        apart = (int(pair[1][-1]) - int(pair[0][-1])) % HOSTS not in (1, HOSTS - 1)
+        survives = redundancy == "p+q" or (redundancy == "partner" and apart)
+        with lost(tier, pair):
+            assert restored(job, tmp_path, redundancy) == (12 if survives else 10)
+    with lost(tier, names[1:]):
+        assert restored(job, tmp_path, redundancy) == 10
+
+
+def test_without_redundancy_each_host_is_needed(job_of: JobOf, tmp_path: Path) -> None:
+    job = job_of(HOSTS, 1)
+    saved(job, tmp_path, [10, 11], "none")
+    assert restored(job, tmp_path, "none") == 11
+    with lost(tmp_path / "fast", ["host2"]):
+        assert restored(job, tmp_path, "none") == 10
+
+
+@pytest.mark.parametrize("redundancy", ["partner", "xor", "p+q"])
+@pytest.mark.parametrize("processes", [3, 5])
+def test_other_number_of_hosts(job_of: JobOf, tmp_path: Path, redundancy: str, processes: int) -> None:
+    saved(job_of(HOSTS, 3), tmp_path, [10, 11], redundancy)
+    hosts = [f"host{number}" for number in (3, 0, 2, 5, 6)][:processes]  # another order, one lost, some new
+    devices = {3: 4, 5: 1}[processes]
+    with lost(tmp_path / "fast", ["host1"]):
+        assert restored(job_of(processes, devices), tmp_path, redundancy, hosts) == 11
+
+
+@pytest.mark.parametrize("redundancy", ["partner", "xor", "p+q"])
+def test_hosts_with_several_processes(job_of: JobOf, tmp_path: Path, redundancy: str) -> None:
+    job, hosts = job_of(HOSTS, 1), ["host0", "host0", "host1", "host1"]
+    saved(job, tmp_path, [10, 11], redundancy, hosts)
+    for host in ("host0", "host1"):
+        with lost(tmp_path / "fast", [host]):
+            assert restored(job, tmp_path, redundancy, hosts) == 11
+
+
+@pytest.mark.parametrize("redundancy", ["partner", "xor", "p+q"])
+def test_damaged_bytes_come_from_elsewhere(job_of: JobOf, tmp_path: Path, redundancy: str) -> None:
+    job, chosen = job_of(HOSTS, 1), random.Random(7)
+    saved(job, tmp_path, [10, 11], redundancy)
+    files = [each for each in sorted((tmp_path / "fast").rglob("*")) if each.is_file() and "0011" in str(each)]
+    for file in files:
+        whole = file.read_bytes()
+        for damage in ("flip", "cut", "gone"):
+            at = chosen.randrange(len(whole) or 1)
+            if damage == "flip":
+                file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << chosen.randrange(8)]) + whole[at + 1 :])
+            elif damage == "cut":
+                file.write_bytes(whole[:at])
+            else:
+                file.unlink()
+            assert restored(job, tmp_path, redundancy) == 11, f"{damage} at {at} of {file}"
+            file.write_bytes(whole)
+
+
+def test_next_job_continues_after_the_fast_step(job_of: JobOf, tmp_path: Path) -> None:
+    job = job_of(HOSTS, 1)
+    saved(job, tmp_path, [10, 11], "partner")
+    answers = job.call(fast.continues, *places(tmp_path), [12, 13, 20, 21])
+    assert answers == [[11, [10, 11, 20], [20, 21]]] * HOSTS
+    assert restored(job, tmp_path) == 21
+
+
+def test_directory_that_hosts_share_is_refused(job_of: JobOf, tmp_path: Path) -> None:
+    slow, tier = places(tmp_path)
+    outcomes = job_of(2, 1).outcomes(fast.shares, slow, tier, ["a", "b"], [tier, tier])
+    assert all("SettingsError" in each["error"] and "shared by several hosts" in each["error"] for each in outcomes)
+
+
+def test_one_host_with_two_directories_is_refused(job_of: JobOf, tmp_path: Path) -> None:
+    slow, tier = places(tmp_path)
+    outcomes = job_of(2, 1).outcomes(fast.shares, slow, tier, ["a", "a"], [f"{tier}/0", f"{tier}/1"])
+    assert all("SettingsError" in each["error"] and "failure_domain" in each["error"] for each in outcomes)
+
+
+def test_loop_continues_from_a_run_that_has_only_fast_steps(job_of: JobOf, tmp_path: Path) -> None:
+    slow, tier = places(tmp_path)
+    job = job_of(HOSTS, 1)
+    options = {"save_interval_steps": 100, "save_on_exit": False}
+    first = job.call(fast.loop, slow, tier, 5, options)
+    assert [each[0] for each in first] == [0] * HOSTS
+    with lost(tmp_path / "fast", ["host1"]):
+        second = job.call(fast.loop, slow, tier, 8, options)
+    assert [each[0] for each in second] == [4] * HOSTS
+    whole = job.call(fast.loop, f"{slow}-whole", f"{tier}-whole", 8, options)
+    assert [each[1] for each in second] == [each[1] for each in whole]
+
+
+def test_dropped_manager_stops_serving(job_of: JobOf, tmp_path: Path) -> None:
+    assert job_of(2, 1).call(fast.drops, *places(tmp_path)) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize("hosts", [["a", "b"], ["a", "a"]])
+def test_objects_that_write_their_own_files(job_of: JobOf, tmp_path: Path, hosts: list[str]) -> None:
+    assert job_of(2, 1).call(fast.saves_own_files, *places(tmp_path), hosts) == [["data.bin"]] * 2
+
+
+def test_containers_of_one_machine_are_refused_without_domains(job_of: JobOf, tmp_path: Path) -> None:
+    outcomes = job_of(2, 1).outcomes(fast.sees_another_disk, *places(tmp_path))
+    assert all("SettingsError" in each["error"] and "failure_domain" in each["error"] for each in outcomes)

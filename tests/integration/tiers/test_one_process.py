@@ -1,0 +1,281 @@
+"""The fast tier of a single process: a local disk in front of slow storage."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
+from tests.support.training_loops import Batches
+
+
+def train(tmp_path: Path, steps: int, fail_at: int | None = None, **options: Any) -> tuple[int, float, list[str]]:
+    """Train, and return the restored step, the last value and the reasons of the saves."""
+    tier = {"directory": tmp_path / "fast", "interval_steps": 2}
+    reasons = list[str]()
+    chosen: dict[str, Any] = {"save_interval_steps": 10, "fast_tier": tier, **options}
+    with jct.CheckpointCallback(tmp_path / "slow", **chosen) as ckpt:
+        state, data = ckpt.resume({"w": np.zeros(1000), "sum": 0.0}, Batches())
+        started = ckpt.completed_steps
+        for step in ckpt.steps(steps):
+            if step == fail_at:
+                raise RuntimeError("as planned")
+            state = {"w": state["w"] + 1, "sum": state["sum"] + float(next(data)["x"].sum())}
+            result = ckpt(state)
+            reasons += [result.reason] if result.saved else []
+    return started, float(state["w"][0]), reasons
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted({int(each.name[5:15]) for each in folder.rglob("step-*") if each.is_dir()})
+
+
+def test_steps_go_to_both_tiers(tmp_path: Path) -> None:
+    assert train(tmp_path, 25)[:2] == (0, 25.0)
+    assert steps_in(tmp_path / "slow") == [10, 20, 25]
+    assert steps_in(tmp_path / "fast") == [24, 25]
+    events = [json.loads(line) for line in (tmp_path / "slow" / "history.jsonl").read_text().splitlines()]
+    saves = [each for each in events if each["event"] == "save"]
+    assert [each["step"] for each in saves] == [*range(2, 25, 2), 25]
+    assert {each["tier"] for each in saves} == {"fast"}
+    assert [each["step"] for each in events if each["event"] == "drain"] == [10, 20, 25]
+
+
+def test_copies_are_equal_and_whole(tmp_path: Path) -> None:
+    train(tmp_path, 25)
+    for step in (10, 20, 25):
+        path = tmp_path / "slow" / f"step-00000000{step}"
+        assert jct.verify(path).ok
+        assert np.array_equal(jct.load(path)["w"], np.full(1000, float(step)))
+
+
+def test_failed_loop_continues_from_the_fast_step(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    expected = train(whole, 30)
+    with pytest.raises(RuntimeError, match="as planned"):
+        train(tmp_path, 30, fail_at=17)
+    assert steps_in(tmp_path / "slow") == [10]
+    found = train(tmp_path, 30)
+    assert found[0] == 16
+    assert found[1] == expected[1] == 30.0
+    assert 16 in steps_in(tmp_path / "slow")  # what the failed process did not copy
+    last, other = (jct.load(each / "slow" / "step-0000000030") for each in (tmp_path, whole))
+    assert np.array_equal(last["w"], other["w"])
+    assert last["sum"] == other["sum"]
+
+
+def test_run_without_a_slow_step_continues(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="as planned"):
+        train(tmp_path, 30, fail_at=7)
+    assert steps_in(tmp_path / "slow") == []
+    assert train(tmp_path, 30)[0] == 6
+
+
+def test_lost_disk_falls_back(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="as planned"):
+        train(tmp_path, 30, fail_at=17)
+    shutil.rmtree(tmp_path / "fast")
+    assert train(tmp_path, 30)[:2] == (10, 30.0)
+
+
+def test_damaged_fast_step_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RuntimeError, match="as planned"):
+        train(tmp_path, 30, fail_at=17)
+    for file in (tmp_path / "fast").rglob("step-0000000016*/**/*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    assert train(tmp_path, 30)[:2] == (14, 30.0)
+    assert "step 16" in caplog.text
+
+
+def test_deleted_run_starts_from_scratch(tmp_path: Path) -> None:
+    train(tmp_path, 25)
+    shutil.rmtree(tmp_path / "slow")
+    assert train(tmp_path, 9)[:2] == (0, 9.0)
+    assert steps_in(tmp_path / "fast") == [8, 9]
+
+
+def test_other_run_has_its_own_folder(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with jct.StepManager(tmp_path / name, fast_tier=jct.FastTierSettings(directory=tmp_path / "fast")) as manager:
+            assert manager.save(1, {"x": np.full(10, ord(name))}, fast_only=True)
+    for name in ("a", "b"):
+        with jct.StepManager(tmp_path / name, fast_tier=jct.FastTierSettings(directory=tmp_path / "fast")) as manager:
+            assert manager.restore()["x"][0] == ord(name)
+
+
+def test_roll_back_leaves_fast_steps_behind(tmp_path: Path) -> None:
+    tier = jct.FastTierSettings(directory=tmp_path / "fast", interval_steps=1, keep=10)
+
+    def manager_of() -> jct.StepManager:
+        return jct.StepManager(tmp_path / "slow", fast_tier=tier, save_decision_policy=jct.FixedIntervalPolicy(10))
+
+    with manager_of() as manager:
+        for step in (10, 11, 12, 13):
+            assert manager.save(step, {"x": np.full(10, step)})
+    with manager_of() as manager:
+        assert manager.restore(step=11)["x"][0] == 11
+        assert manager.save(12, {"x": np.full(10, 120)})
+    with manager_of() as manager:
+        assert manager.restore()["x"][0] == 120
+        assert manager.fast_steps == [10, 11, 12]
+    with manager_of() as manager:
+        assert manager.restore(step=13)["x"][0] == 13  # still there, if asked for
+
+
+def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path / "slow", fast_tier=jct.FastTierSettings(directory=tmp_path / "fast")) as manager:
+        assert manager.save(1, {"x": np.zeros(1)}, fast_only=True)
+        manager.wait()
+        with pytest.raises(jct.CheckpointExistsError):
+            manager.save(1, {"x": np.zeros(1)})
+
+
+def test_unchanged_files_are_taken_over(tmp_path: Path) -> None:
+    tier = jct.FastTierSettings(directory=tmp_path / "fast", keep=4)
+    base = np.random.default_rng(1).integers(0, 256, 4 << 20, np.uint8)
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+        for step in range(1, 5):
+            assert manager.save(step, {"x": {"base": base, "small": np.full(10, step)}}, fast_only=True)
+            manager.wait()
+    links = [
+        file.stat().st_nlink for file in (tmp_path / "fast").rglob("*.safetensors") if file.stat().st_size > 4 << 20
+    ]
+    assert max(links) > 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"directory": "s3://bucket/fast"},
+        {"directory": "/tmp/x", "interval_steps": 0},
+        {"directory": "/tmp/x", "redundancy": "raid"},
+        {"directory": "/tmp/x", "keep": 0},
+        {"directory": "/tmp/x", "place": "here"},
+        {},
+        7,
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(jct.SettingsError, match="fast_tier"):
+        jct.CheckpointCallback(tmp_path, fast_tier=wrong)
+
+
+def run_on(tmp_path: Path, backend: LocalBackend, **tier: Any) -> jct.StepManager:
+    settings = jct.FastTierSettings(directory=tmp_path / "fast", **tier)
+    policy = jct.FixedIntervalPolicy(10)
+    return jct.StepManager(tmp_path / "slow", fast_tier=settings, save_decision_policy=policy, backend=backend)
+
+
+def test_slow_tier_that_does_not_answer_holds_up_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    backend = HoldingBackend("rename", "slow/step-")
+    with run_on(tmp_path, backend, interval_steps=1) as manager:
+        for step in range(10, 55):
+            assert manager.save(step, {"x": np.full(10, step)})
+            if step == 10:
+                assert backend.reached.wait(60)
+        while manager.is_saving_in_progress():
+            manager.fast_steps  # noqa: B018  # the save that is running ends without the slow tier
+        assert {53, 54} <= {*manager.fast_steps}
+        assert manager.steps == []
+        backend.go.set()
+        manager.wait()
+        assert manager.steps == [10, 20]  # 30 and later ones were due while two copies had not ended
+        assert manager.save(60, {"x": np.full(10, 60)}, force=True)
+    assert steps_in(tmp_path / "slow") == [10, 20, 60]
+    assert "step 30 stays on the fast tier" in caplog.text
+
+
+def test_slow_tier_that_refuses_is_reported_and_tried_again(tmp_path: Path) -> None:
+    backend = RefusingBackend("rename", "slow/.step-0000000010", errno.EIO, 1)
+    with run_on(tmp_path, backend, interval_steps=1) as manager:
+        assert manager.save(10, {"x": np.full(10, 10)})
+        with pytest.raises(jct.StorageError):
+            manager.wait()
+        assert manager.save(11, {"x": np.full(10, 11)})
+        assert manager.save(20, {"x": np.full(10, 20)})
+    assert steps_in(tmp_path / "slow") == [20]
+    assert not [each for each in (tmp_path / "slow").iterdir() if ".tmp-" in each.name]
+
+
+def test_steps_that_take_too_much_are_not_kept(tmp_path: Path) -> None:
+    with run_on(tmp_path, LocalBackend(), interval_steps=1, keep=10, max_bytes=3 << 20) as manager:
+        for step in range(1, 6):
+            assert manager.save(step, {"x": np.full(1 << 17, step)})  # 1 MiB
+    assert steps_in(tmp_path / "fast") == [4, 5]
+    with run_on(tmp_path, LocalBackend(), interval_steps=1, keep=10, max_bytes=1) as manager:
+        assert manager.restore()["x"][0] == 5
+        assert manager.save(6, {"x": np.full(1 << 17, 6)})
+    assert steps_in(tmp_path / "fast") == [6]
+
+
+def test_budget_decides_when_to_save_fast(tmp_path: Path) -> None:
+    with run_on(tmp_path, LocalBackend(), max_fraction=0.5) as manager:
+        policy = manager.decide(7)
+        assert not policy.save
+        assert manager.decide(10).save
+        assert not manager.decide(10).fast
+
+
+def leave(tmp_path: Path, backend: LocalBackend, grace_period_s: float) -> tuple[int, int | None]:
+    """Train until a SIGTERM at step 15; return the exit code and the step of the shutdown."""
+    ckpt = callback_on(
+        backend,
+        tmp_path / "slow",
+        save_interval_steps=10,
+        fast_tier={"directory": tmp_path / "fast", "interval_steps": 1},
+        grace_period_s=grace_period_s,
+        on_preemption="raise",
+    )
+    with pytest.raises(jct.Preempted) as preempted, ckpt:
+        state = ckpt.resume({"w": np.zeros(1000)})
+        for step in ckpt.steps(100):
+            state = {"w": state["w"] + 1}
+            if step == 14:
+                os.kill(os.getpid(), signal.SIGTERM)
+            ckpt(state)
+    return preempted.value.exit_code, preempted.value.step
+
+
+def test_last_step_before_a_preemption_reaches_the_slow_tier(tmp_path: Path) -> None:
+    assert leave(tmp_path, LocalBackend(), 60.0) == (75, 15)
+    assert steps_in(tmp_path / "slow") == [10, 15]
+
+
+def test_without_time_for_a_copy_the_last_step_stays_on_the_fast_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = HoldingBackend("rename", "slow/step-0000000015")
+    assert leave(tmp_path, backend, 2.0) == (75, 15)
+    assert "stays on the fast tier" in caplog.text
+    backend.go.set()
+    with run_on(tmp_path, LocalBackend()) as manager:
+        assert manager.restore()["state"]["w"][0] == 15
+
+
+def test_directory_that_vanishes_ends_no_load(tmp_path: Path) -> None:
+    with run_on(tmp_path, LocalBackend(), interval_steps=1) as manager:
+        for step in (10, 11):
+            assert manager.save(step, {"x": np.full(10, step)})
+        manager.wait()
+        shutil.rmtree(tmp_path / "fast")
+        assert manager.load()["x"][0] == 10
+
+
+def test_running_copy_does_not_cost_the_last_save(tmp_path: Path) -> None:
+    backend = HoldingBackend("rename", "slow/step-0000000010")
+    assert leave(tmp_path, backend, 4.0) == (75, 15)
+    backend.go.set()
+    with run_on(tmp_path, LocalBackend()) as manager:
+        assert manager.restore()["state"]["w"][0] == 15

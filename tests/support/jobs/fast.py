@@ -1,0 +1,201 @@
+"""Runs with a fast tier, for functions that the processes of a job call. Each process is a host with its own folder."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxckpt_train as jct
+from tests.support.jobs import training
+from tests.support.jobs.arrays import Spec, digest_of, holds, sharding_of
+
+SHAPES: dict[str, tuple[list[int], str]] = {
+    "rows": ([60, 1000], "float32"),
+    "columns": ([16, 60], "int32"),
+    "same": ([3001], "float16"),
+    "empty": ([8, 0], "float32"),
+    "one": ([], "float32"),
+}
+SPECS: dict[str, Spec] = {"rows": ["x"], "columns": [None, "x"], "same": [], "empty": [], "one": []}
+
+
+def values_of(name: str, step: int) -> np.ndarray:
+    """Return the values of an array at a step."""
+    shape, dtype = SHAPES[name]
+    return np.random.default_rng([step, sum(map(ord, name))]).integers(0, 100, shape).astype(dtype)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """Return the state of a step, over all devices of the job."""
+    mesh = [jax.device_count()]
+    return {
+        name: jax.make_array_from_callback(
+            tuple(SHAPES[name][0]), sharding_of(mesh, SPECS[name]), lambda at, name=name: values_of(name, step)[at]
+        )
+        for name in SHAPES
+    }
+
+
+def domain(fast: str, hosts: list[str] | None) -> str:
+    """Return the host of this process."""
+    return f"host{jax.process_index()}" if hosts is None else hosts[jax.process_index()]
+
+
+def manager_of(slow: str, fast: str, hosts: list[str] | None, options: dict[str, Any]) -> jct.StepManager:
+    """Return the manager of a run."""
+    host = domain(fast, hosts)
+    given: dict[str, Any] = {"failure_domain": host, "interval_steps": 1, **options}
+    tier = jct.FastTierSettings(directory=f"{fast}/{host}", **given)
+    store = jct.StoreSettings(barrier_timeout_s=20.0)
+    return jct.StepManager(slow, fast_tier=tier, settings=store, save_decision_policy=jct.FixedIntervalPolicy(10))
+
+
+def save_steps(
+    slow: str, fast: str, steps: list[int], hosts: list[str] | None = None, options: dict[str, Any] | None = None
+) -> list[str]:
+    """Save steps, those at multiples of ten to both tiers."""
+    with manager_of(slow, fast, hosts, options or {}) as manager:
+        for step in steps:
+            result = manager.save(step, {"state": state_of(step)})
+            assert result.saved, result.reason
+            manager.wait()
+    return [f"{fast}/{domain(fast, hosts)}"]
+
+
+def restore(
+    slow: str,
+    fast: str,
+    hosts: list[str] | None = None,
+    options: dict[str, Any] | None = None,
+    step: int | None = None,
+) -> list[Any]:
+    """Restore the newest step; return its number, and the names of the arrays with wrong bytes."""
+    with manager_of(slow, fast, hosts, options or {}) as manager:
+        found = manager.restore({"state": state_of(0)}, step)["state"]
+        assert manager.restored_step is not None
+        wrong = [name for name in SHAPES if not holds(found[name], values_of(name, manager.restored_step))]
+        return [manager.restored_step, wrong]
+
+
+def continues(slow: str, fast: str, steps: list[int]) -> list[Any]:
+    """Restore, drain what was restored, and save steps; return the step, and the steps of both tiers in the end."""
+    with manager_of(slow, fast, None, {}) as manager:
+        manager.restore({"state": state_of(0)})
+        manager.own()
+        manager.drain_newest()
+        for step in steps:
+            assert manager.save(step, {"state": state_of(step)}).saved
+        manager.wait()
+        found = manager.on_all("looking", lambda: manager.steps)
+        tiers = [found, manager.fast_steps] if manager.is_primary else None
+        restored = manager.restored_step
+    return [restored, *(tiers or [[10, 11, 20], [20, 21]])]
+
+
+def train(slow: str, fast: str, log: str, options: dict[str, Any]) -> None:
+    """Restore the newest step and check its bytes, then save steps until the process is killed.
+
+    `log`: a file that receives a line for each restored and each acknowledged step.
+    """
+    with manager_of(slow, fast, None, options) as manager, Path(log).open("a") as lines:
+
+        def note(what: str, step: int) -> None:
+            if manager.is_primary:
+                lines.write(f"{what} {step}\n")
+                lines.flush()
+
+        step = 0
+        try:
+            found = manager.restore({"state": state_of(0)})["state"]
+        except jct.StepNotFoundError:
+            note("restored", 0)
+        else:
+            step = int(manager.restored_step or 0)
+            wrong = [name for name in SHAPES if not holds(found[name], values_of(name, step))]
+            note(f"wrong {wrong}" if wrong else "restored", step)
+        while True:
+            step += 1
+            manager.save(step, {"state": state_of(step)}, force=True, fast_only=step % 10 != 0)
+            manager.wait()
+            note("saved", step)
+
+
+def shares(slow: str, fast: str, hosts: list[str], directories: list[str]) -> None:
+    """Save a step, with a directory for each process."""
+    process = jax.process_index()
+    tier = jct.FastTierSettings(directory=directories[process], failure_domain=hosts[process])
+    with jct.StepManager(slow, fast_tier=tier) as manager:
+        manager.save(1, {"state": state_of(1)})
+
+
+def loop(slow: str, fast: str, steps: int, options: dict[str, Any]) -> list[Any]:
+    """Train with a callback; return the restored step, and a digest of the last state."""
+    host = domain(fast, None)
+    tier = {"directory": f"{fast}/{host}", "interval_steps": 2, "failure_domain": host}
+    with jct.CheckpointCallback(slow, fast_tier=tier, **options) as ckpt:
+        state, data = ckpt.resume(training.start(), iter(training.dataset(10_000)))
+        started = ckpt.completed_steps
+        for _ in ckpt.steps(steps):
+            state, _ = training.train_step(state, training.global_batch(data))
+            ckpt(state)
+    return [started, digest_of({name: state[name] for name in ("w", "b", "seen")})]
+
+
+def drops(slow: str, fast: str) -> list[bool]:
+    """Drop a manager without closing it; return whether its files were served before and afterwards."""
+    manager = manager_of(slow, fast, None, {})
+    manager.save(1, {"state": state_of(1)}, fast_only=True)
+    manager.wait()
+    assert manager._fast is not None
+    server = manager._fast.tier._server
+    assert server is not None
+    found = [is_served(server.address)]
+    manager.on_all("meeting", lambda: None)  # the other process has tried its own, too
+    del manager
+    gc.collect()
+    return [*found, is_served(server.address)]
+
+
+def is_served(address: tuple[str, int]) -> bool:
+    """Return whether a connection to an address is accepted."""
+    try:
+        socket.create_connection(address, 5).close()
+    except OSError:
+        return False
+    return True
+
+
+class Files:
+    """An object that writes the same file in every process."""
+
+    async def save(self, directory: Any) -> Any:
+        async def write() -> None:
+            (directory.path / "data.bin").write_bytes(b"data" * 1000)
+
+        return write()
+
+    async def load(self, directory: Any) -> Any: ...
+
+
+def saves_own_files(slow: str, fast: str, hosts: list[str]) -> list[str]:
+    """Save an object that writes its own files; return those of the step on this host."""
+    with manager_of(slow, fast, hosts, {}) as manager:
+        manager.save(1, {"state": state_of(1), "own": Files()}, fast_only=True)
+        manager.wait()
+    return sorted(path.name for path in Path(fast, domain(fast, hosts)).rglob("*.bin"))
+
+
+def sees_another_disk(slow: str, fast: str) -> None:
+    """Save a step; process 1 is on the same machine, but in a container that does not see the marks of others."""
+    manager = manager_of(slow, fast, ["a", "a"], {})
+    assert manager._fast is not None
+    files = manager._fast.tier.files
+    if jax.process_index():
+        files.list = lambda path: []  # type: ignore[method-assign]
+    with manager:
+        manager.save(1, {"state": state_of(1)})

@@ -1,0 +1,233 @@
+"""Files of other hosts over real sockets: what is refused, and that nothing else is served."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.store.backends import peers
+from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.backends.peers import Connection, FileServer, FrameError, Peer
+from tests.support.forking import Tell, ended, started
+
+TOKEN = b"t" * 32
+
+
+@contextlib.contextmanager
+def served(folder: Path, token: bytes = TOKEN) -> Iterator[Peer]:
+    """Serve a folder, and yield a client that has this token."""
+    server = FileServer(LocalBackend(), str(folder), TOKEN, "127.0.0.1")
+    peer = Peer(1, server.address, token, 5.0)
+    try:
+        yield peer
+    finally:
+        peer.close()
+        server.close()
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[tuple[Connection, Connection, socket.socket, socket.socket]]:
+    """Two connected sides of a connection, and their sockets."""
+    one, other = socket.socketpair()
+    for side in (one, other):
+        side.settimeout(5.0)
+    made = list[Connection]()
+    thread = threading.Thread(target=lambda: made.append(Connection(other, TOKEN, is_server=True)))
+    thread.start()
+    client = Connection(one, TOKEN, is_server=False)
+    thread.join()
+    try:
+        yield client, made[0], one, other
+    finally:
+        one.close()
+        other.close()
+
+
+def test_files_are_read(tmp_path: Path) -> None:
+    content = np.random.default_rng(1).integers(0, 256, 3 * peers.MAX_PAYLOAD_BYTES + 17, np.uint8)
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "data").write_bytes(content.tobytes())
+    with served(tmp_path) as peer:
+        source = peer.open("step/data")
+        found = np.empty(len(content), np.uint8)
+        source.read_into(0, found, len(found))
+        assert source.size == len(content)
+        assert np.array_equal(found, content)
+        part = np.empty(100, np.uint8)
+        source.read_into(5_000_000, part, 100)
+        assert np.array_equal(part, content[5_000_000:5_000_100])
+        with pytest.raises(CorruptCheckpointError):
+            source.read_into(len(content) - 50, part, 100)
+        with pytest.raises(StorageError) as missing:
+            peer.open("step/other")
+        assert missing.value.errno == 2
+
+
+@pytest.mark.parametrize(
+    "path", ["../secret", "step/../../secret", "/etc/passwd", "", ".", "step//data", "link/secret", "to"]
+)
+def test_nothing_outside_of_the_directory_is_served(tmp_path: Path, path: str) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "secret").write_bytes(b"secret")
+    (root / "link").symlink_to(tmp_path)
+    (root / "to").symlink_to(tmp_path / "secret")
+    with served(root) as peer, pytest.raises(StorageError):
+        peer.open(path)
+
+
+def test_wrong_token_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"data")
+    with served(tmp_path, b"u" * 32) as peer, pytest.raises(StorageError):
+        peer.open("data")
+
+
+def test_server_that_does_not_know_the_token_is_refused() -> None:
+    one, other = socket.socketpair()
+    with contextlib.closing(one), contextlib.closing(other):
+        other.sendall(b"JCK1" + bytes(32) + bytes(32))
+        with pytest.raises(FrameError, match="token"):
+            Connection(one, TOKEN, is_server=False)
+
+
+def test_own_proof_sent_back_is_refused() -> None:
+    """A server that only repeats what it hears does not prove anything."""
+    one, other = socket.socketpair()
+
+    def repeat() -> None:
+        for size in (36, 32):
+            other.sendall(other.recv(size, socket.MSG_WAITALL))
+
+    with contextlib.closing(one), contextlib.closing(other):
+        thread = threading.Thread(target=repeat)
+        thread.start()
+        with pytest.raises(FrameError, match="token"):
+            Connection(one, TOKEN, is_server=False)
+        thread.join()
+
+
+def test_repeated_frame_is_refused() -> None:
+    with pair() as (client, server, one, _):
+        sent = list[bytes]()
+        recorder = _Recorder(one, sent)
+        client._link = recorder  # type: ignore[assignment]
+        client.send(1, peers._Request("a", 0, 0))
+        assert server.receive()[0] == 1
+        for data in sent:
+            one.sendall(data)
+        with pytest.raises(FrameError, match="before"):
+            server.receive()
+
+
+class _Recorder:
+    def __init__(self, link: socket.socket, sent: list[bytes]) -> None:
+        self._link, self._sent = link, sent
+
+    def sendall(self, data: bytes) -> None:
+        self._sent.append(bytes(data))
+        self._link.sendall(data)
+
+
+@pytest.mark.parametrize("place", [*range(peers._HEADER.size), peers._HEADER.size + 3])
+def test_each_changed_byte_of_a_frame_is_refused(place: int) -> None:
+    with pair() as (client, server, one, _):
+        sent = list[bytes]()
+        client._link = _Recorder(_Nowhere(), sent)  # type: ignore[arg-type,assignment]
+        client.send(1, peers._Request("some/file", 0, 0))
+        frame = bytearray(b"".join(sent))
+        frame[place] ^= 1
+        one.sendall(frame)
+        one.shutdown(socket.SHUT_WR)
+        with pytest.raises(FrameError):
+            server.receive()
+
+
+class _Nowhere:
+    def sendall(self, data: bytes) -> None:
+        pass
+
+
+def test_changed_payload_is_refused() -> None:
+    with pair() as (client, server, one, _):
+        sent = list[bytes]()
+        client._link = _Recorder(_Nowhere(), sent)  # type: ignore[arg-type,assignment]
+        client.send(2, peers._Content(8, 0), np.arange(8, dtype=np.uint8))
+        frame = bytearray(b"".join(sent))
+        frame[-1] ^= 1
+        one.sendall(frame)
+        with pytest.raises(FrameError, match="changed"):
+            server.receive(np.empty(8, np.uint8))
+
+
+@pytest.mark.parametrize(("body", "payload"), [(1 << 31, 0), (0, 1 << 31), (peers.MAX_BODY_BYTES + 1, 0)])
+def test_oversized_claim_is_refused_before_memory_is_taken(body: int, payload: int) -> None:
+    with pair() as (_, server, one, _):
+        one.sendall(struct.pack(">4sQBII16s16s", b"JCK1", 0, 1, body, payload, b"", b""))
+        with pytest.raises(FrameError, match="header"):
+            server.receive()
+
+
+def test_closed_server_ends_its_clients(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"data")
+    with served(tmp_path) as peer:
+        peer.open("data")
+    with pytest.raises(StorageError):
+        peer.open("data")
+
+
+def test_server_that_was_restarted_is_reached_again(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"data")
+    with served(tmp_path) as peer:
+        peer.open("data")
+        for connection in peer._idle:
+            connection._link.shutdown(socket.SHUT_RDWR)
+        assert peer.open("data").size == 4
+
+
+def test_many_connections_at_once(tmp_path: Path) -> None:
+    content = np.random.default_rng(2).integers(0, 256, 1 << 20, np.uint8)
+    (tmp_path / "data").write_bytes(content.tobytes())
+    wrong = list[int]()
+    with served(tmp_path) as peer:
+
+        def read(number: int) -> None:
+            found = np.empty(len(content), np.uint8)
+            peer.open("data").read_into(0, found, len(found))
+            if not np.array_equal(found, content):
+                wrong.append(number)
+
+        threads = [threading.Thread(target=read, args=(number,)) for number in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")  # JAX has threads, which the child does not use
+def test_forked_child_holds_no_socket(tmp_path: Path) -> None:
+    server = FileServer(LocalBackend(), str(tmp_path), TOKEN, "127.0.0.1")
+    go, waits = os.pipe()
+
+    def wait(tell: Tell) -> None:
+        tell("started", True)
+        os.read(go, 1)
+
+    child = started(wait)
+    assert b"started" in os.read(child.reports, 100)
+    server.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(server.address, 5)
+    os.write(waits, b"1")
+    ended(child)
+    os.close(go)
+    os.close(waits)
