@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 SUBNET = "10.77.0"
 _CLONE_NEWNET = 0x40000000
+_NUMBERS = itertools.count()
 
 
 def why_not() -> str | None:
@@ -28,8 +30,9 @@ def why_not() -> str | None:
 @contextlib.contextmanager
 def network(hosts: int) -> Iterator[list[str]]:
     """Make connected namespaces, and yield their names; `address(number)` is that of each."""
-    bridge = f"jctbr{os.getpid() % 100_000}"
-    names = [f"jct{os.getpid() % 100_000}h{number}" for number in range(hosts)]
+    # A name is never used twice: the kernel removes the links of a namespace some time after it.
+    tag = f"{os.getpid() % 100_000}n{next(_NUMBERS) % 100}"
+    bridge, names = f"jctb{tag}", [f"jct{tag}h{number}" for number in range(hosts)]
     with contextlib.ExitStack() as made:
         _ip("link", "add", bridge, "type", "bridge")
         made.callback(_ip, "link", "del", bridge)
