@@ -114,13 +114,13 @@ def tables(results: Mapping[str, Any]) -> list[TextTable]:
     """The goals, the saves and the restores."""
     saves, restores = results["saves"], results["restores"]
     added = {kind: _added(saves, kind) for kind in KINDS[1:]}
-    blocked = statistics.median(each["blocked_s"] for each in _all(saves["partner"]))
+    blocked = _blocked_s(saves, "partner") - _blocked_s(saves, "none")
     xor, q = (statistics.median(results["parity"][which]) / 1e9 for which in ("xor", "q"))
     faster = statistics.median(a / b for a, b in zip(restores["slow"], restores["fast"], strict=True))
     memory = max(each.get("memory_bytes", 0.0) for each in _all(saves["p+q"])) / MIB
     goals = [
         _goal("partner: added to a save", added["partner"], f"at most {MOST_ADDED}", added["partner"] <= MOST_ADDED),
-        _goal("partner: blocked, ms", blocked * 1000, f"at most {MOST_BLOCKED_S * 1000:g}", blocked <= MOST_BLOCKED_S),
+        _goal("partner: added to the time blocked, ms", blocked * 1000, f"at most {MOST_BLOCKED_S * 1000:g}", blocked <= MOST_BLOCKED_S),
         _goal("XOR, GB/s", xor, f"at least {LEAST_XOR}", xor >= LEAST_XOR),
         _goal("Q, GB/s", q, f"at least {LEAST_Q}", q >= LEAST_Q),
         _goal("restore, times as fast as the slow one", faster, f"at least {LEAST_FASTER}", faster >= LEAST_FASTER),
@@ -129,8 +129,7 @@ def tables(results: Mapping[str, Any]) -> list[TextTable]:
     for kind in KINDS:
         times = [each["save_s"] for each in _all(saves[kind])]
         share = "" if kind == "none" else f"{added[kind]:.2f}"
-        blocked_ms = statistics.median(each["blocked_s"] for each in _all(saves[kind])) * 1000
-        rows.append((kind, str(Spread.of(times)), share, f"{blocked_ms:.1f}"))
+        rows.append((kind, str(Spread.of(times)), share, f"{_blocked_s(saves, kind) * 1000:.1f}"))
     read = [(f"from {name}", str(Spread.of(restores[which]))) for which, name in (("fast", "hosts"), ("slow", "disk"))]
     title = f"{results['mib']:,} MiB on {HOSTS} hosts"
     remarks = f"restore of {results['mib']:,} MiB; memory of a save with P and Q: {memory:.0f} MiB in process 0"
@@ -143,6 +142,10 @@ def tables(results: Mapping[str, Any]) -> list[TextTable]:
 
 def _all(rounds: Sequence[Sequence[Mapping[str, float]]]) -> list[Mapping[str, float]]:
     return [each for saves in rounds for each in saves]
+
+
+def _blocked_s(saves: Mapping[str, Any], kind: str) -> float:
+    return statistics.median(each["blocked_s"] for each in _all(saves[kind]))
 
 
 def _added(saves: Mapping[str, Any], kind: str) -> float:

@@ -76,11 +76,13 @@ def peak_bytes(*, reset: bool = False) -> int:
 
 
 def save(folder: str, redundancy: str, mib: int, saves: int) -> list[dict[str, float]]:
-    """Save steps to the fast tier; the times of the counted ones, and the memory that they take."""
+    """Save changing state to the fast tier; the times of the counted saves, and the memory that they take."""
     state, found = state_of(mib, 1), list[dict[str, float]]()
-    jax.block_until_ready(state)
+    changed = jax.jit(lambda state: jax.tree.map(lambda array: array * 3 + 1, state))
     with manager_of(folder, redundancy) as manager:
         for step in range(1, saves + 2):
+            state = jax.block_until_ready(changed(state))
+            manager.on_all("start together", lambda: None)
             if step == 2:
                 before = peak_bytes(reset=True)
             start = time.perf_counter()
@@ -88,7 +90,6 @@ def save(folder: str, redundancy: str, mib: int, saves: int) -> list[dict[str, f
             blocked = time.perf_counter()
             manager.wait()
             ended = time.perf_counter()
-            manager.on_all("meeting", lambda: None)
             if step > 1:
                 found.append({"blocked_s": blocked - start, "save_s": ended - start})
         found[-1]["memory_bytes"] = float(peak_bytes() - before)

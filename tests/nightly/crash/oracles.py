@@ -133,9 +133,13 @@ def _retained(line: list[int], manager: StepManager, facts: Facts, names: Callab
 
 
 def replaced_in_doubt(entries: Sequence[Entry]) -> set[str]:
-    """Return the names of the generations for which the disk has a later one that it refused to sync."""
+    """Return the names of the generations for which the disk has a later one that it refused to sync.
+
+    The last save of the run is of this process, so that none is later.
+    """
     doubtful = [entry for entry in entries if entry.is_unsynced and entry.damaged is None]
-    return {entry.name for entry in entries if any(_may_be_later(each, entry) for each in doubtful)}
+    earlier = sorted(entries, key=lambda entry: entry.order)[:-1]
+    return {entry.name for entry in earlier if any(_may_be_later(each, entry) for each in doubtful)}
 
 
 def _may_be_later(entry: Entry, other: Entry) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.run.record import RECORD_NAME
+from jaxckpt_train.run.record import RECORD_NAME, Annotation
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.manifest import MANIFEST_NAME
 from tests.nightly.crash.crash_disk import CrashDisk, Machine
 from tests.nightly.crash.explorer import SETTINGS, _check, small_sizes
 from tests.nightly.crash.facts import Facts, state_of
@@ -74,3 +75,19 @@ def test_step_with_unreadable_later_generation_stays() -> None:
     image.folders[run]["step-0000000001.g1"] = later
     image.lost[later] = True
     assert _check("run-file", image, facts.until(len(machine.log)), world, (2, 1)) == []
+
+
+def test_step_saved_after_unreadable_generation_that_was_not_synced_counts() -> None:
+    machine, facts = Machine(), Facts(keep=2)
+    world = World(StoreSettings(**SETTINGS, durability="none"), "any")
+    with process(1):
+        manager = opened(CrashDisk(machine), world.settings, 2)
+        for step in (1, 2):
+            saved(machine, manager, facts, step)
+        manager._run.annotate(manager._run.entries()[-1], Annotation(is_unsynced=True))
+        manager.close()
+    image = machine.live
+    manifest = image.find(f"{RUN}/step-0000000002/{MANIFEST_NAME}")
+    assert manifest is not None
+    image.lost[manifest] = False
+    assert _check("run-none", image, facts.until(len(machine.log)), world, (2, 1)) == []
