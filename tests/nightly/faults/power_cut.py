@@ -48,9 +48,11 @@ class Found:
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Return a state of about 400 kB whose bytes all identify its step."""
+    """Return a state of about 500 kB: arrays that identify the step, and two whose files the steps share."""
     chance = np.random.default_rng(step)
-    return {"w": chance.standard_normal(50_000), "small": {f"x{n}": chance.integers(0, 99, 7) for n in range(30)}}
+    small = {f"x{n}": chance.integers(0, 99, 7) for n in range(30)}
+    shared = {"never": np.arange(10_000.0), "rarely": np.full(1000, step // 4)}
+    return {"w": chance.standard_normal(50_000), "small": small, **shared}
 
 
 def step_of(restored: dict[str, Any]) -> int:
@@ -61,7 +63,8 @@ def step_of(restored: dict[str, Any]) -> int:
     """
     step = int(restored["data"].value["position"])
     expected = state_of(step)
-    assert restored["state"]["w"].tobytes() == expected["w"].tobytes(), f"w is not that of step {step}"
+    for name in ("w", "never", "rarely"):
+        assert restored["state"][name].tobytes() == expected[name].tobytes(), f"{name} is not that of step {step}"
     for name, array in expected["small"].items():
         assert restored["state"]["small"][name].tobytes() == array.tobytes(), f"{name} is not that of step {step}"
     return step
@@ -127,7 +130,9 @@ def _save_until_the_cut(
     timer = Timer(disk, cut, 0.0 if when == "acknowledged" else chance.uniform(0, LATEST_CUT_S))
     manager = None
     try:
-        manager = StepManager(disk.path / "run", preservation_policy=LatestN(2), settings=settings)
+        manager = StepManager(
+            disk.path / "run", preservation_policy=LatestN(2), settings=settings, frozen=("never", "rarely")
+        )
         acknowledged = manager.latest or 0
         if when == "random":
             steps = MOST_STEPS
