@@ -66,7 +66,7 @@ def _histogram(name: str, about: str) -> Measure:
     return Measure(name, "histogram", SECONDS, about)
 
 
-_KINDS = ("restore", "save", *_WITHOUT_FIGURES)
+_KINDS = ("drain", "restore", "save", *_WITHOUT_FIGURES)
 EVENTS = Measure("events", "counter", PLAIN, "Events of the run, as in its history", "event", _KINDS)
 SAVES = Measure("saves", "counter", PLAIN, "Saves that have ended", "outcome", ("committed", "failed"))
 RESTORES = Measure("restores", "counter", PLAIN, "Restores")
@@ -98,9 +98,23 @@ _OF_RESTORES = {
 _LAST_RESTORE = {
     "step": Measure("last_restored_step", "gauge", PLAIN, "The step that was restored last"),
     "bytes_per_s": Measure("last_restore.rate", "gauge", BYTES_PER_S, "How fast it was read"),
+    "ahead_steps": Measure("last_restore.ahead_steps", "gauge", PLAIN, "How much newer than the run directory it was"),
+}
+RESTORED_FAST = Measure("last_restore.from_fast_tier", "gauge", PLAIN, "1: it came from the fast tier; 0: it did not")
+DRAINS = Measure("drains", "counter", PLAIN, "Copies of steps of the fast tier to the run directory")
+DRAIN_TIME = Measure("last_drain.timestamp", "gauge", SECONDS, "When the last copy was committed, since 1970")
+_OF_DRAINS = {
+    "drain_s": _histogram("drain.duration", "How long a copy to the run directory took"),
+    "lag_s": _histogram("drain.lag", "From the call that saved a step until its copy was in the run directory"),
+    "bytes": Measure("drained", "counter", BYTES, "Data of copies to the run directory"),
+}
+_LAST_DRAIN = {
+    "step": Measure("last_drained_step", "gauge", PLAIN, "The step that was copied last"),
+    "lag_steps": Measure("last_drain.lag_steps", "gauge", PLAIN, "How much older than the fast tier it was by then"),
 }
 # Counters with known labels start at 0; a gauge does not exist before its first value.
-KNOWN = (EVENTS, SAVES, RESTORES, SKIPPED, *_OF_ALL_SAVES.values(), *_OF_COMMITTED.values(), *_OF_RESTORES.values())
+_FIGURES = (_OF_ALL_SAVES, _OF_COMMITTED, _OF_RESTORES, _OF_DRAINS)
+KNOWN = (EVENTS, SAVES, RESTORES, SKIPPED, DRAINS, *(measure for each in _FIGURES for measure in each.values()))
 
 
 def figures(event: Mapping[str, Any]) -> dict[str, float]:
@@ -126,7 +140,13 @@ def samples(event: Mapping[str, Any]) -> Iterator[Sample]:
         yield Sample(SKIPPED, len(event.get("skipped", ())))
         yield from _named(_OF_RESTORES, numbers)
         yield from _named(_LAST_RESTORE, numbers)
+        yield Sample(RESTORED_FAST, float(event.get("tier") == "fast"))
         yield Sample(RESTORE_TIME, moment_s(event))
+    elif kind == "drain":
+        yield Sample(DRAINS, 1)
+        yield from _named(_OF_DRAINS, numbers)
+        yield from _named(_LAST_DRAIN, numbers)
+        yield Sample(DRAIN_TIME, moment_s(event))
     elif kind not in _WITHOUT_FIGURES:
         for field, value in numbers.items():
             yield Sample(_gauge_of(kind, field), value)

@@ -571,7 +571,12 @@ class RunDirectory:
                     self._findings[each.entry.identity] = (each.entry, each.problem)
         if self.is_owner:
             self._write_damage_reports()
-            self.history.add("restore", self._clock(), **restored.record(), completed=self.log.completed)
+            tier = {"tier": "fast", "ahead_steps": self._ahead_of_slow_tier(entry)} if entry.is_fast else {}
+            self.history.add("restore", self._clock(), **restored.record(), **tier, completed=self.log.completed)
+
+    def _ahead_of_slow_tier(self, entry: Entry) -> int:
+        """How many steps a step of the fast tier is newer than the newest step of the run directory."""
+        return max(0, entry.step - max((each.step for each in self._line()), default=0))
 
     def saw_damage(self, entry: Entry) -> None:
         """Let the next save write everything: files of this damaged step may be those of all others, too."""

@@ -350,8 +350,10 @@ class _Drain:
         self._run.record_roll_back()
         took_s = time.perf_counter() - started
         drained = {"step": info["step"], "name": os.path.basename(committed.directory), "bytes": committed.data_bytes}
-        self._fast.drain_s = took_s
-        self._run.history.add("drain", self._fast.clock(), **drained, drain_s=took_s)
+        self._fast.drain_s, now, entry = took_s, self._fast.clock(), _entry_of(drained["name"], info)
+        lag_s = max(0.0, (now - entry.time).total_seconds())
+        lag_steps = max([0, *(each.step - entry.step for each in self._run.fast_line())])
+        self._run.history.add("drain", now, **drained, drain_s=took_s, lag_s=lag_s, lag_steps=lag_steps)
         _log.info("drained step %s to %s in %.3f s", info["step"], self._run.directory, took_s)
         self._run.retain()
         return b""

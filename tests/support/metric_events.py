@@ -41,6 +41,17 @@ RESTORED: dict[str, Any] = {
     "bytes_per_s": 2048,
     "skipped": ["step_100", "step_95"],
 }
+RESTORED_FAST: dict[str, Any] = {**RESTORED, "tier": "fast", "ahead_steps": 40}
+DRAINED: dict[str, Any] = {
+    "event": "drain",
+    "time": TIME,
+    "step": 100,
+    "name": "step_100",
+    "bytes": 4096,
+    "drain_s": 3.0,
+    "lag_s": 5.5,
+    "lag_steps": 20,
+}
 DELETED: dict[str, Any] = {"event": "delete", "time": TIME, "name": "step_80"}
 PREEMPTED: dict[str, Any] = {"event": "preempted", "time": TIME, "step": 100, "reason": "signal SIGTERM"}
 TAKEN_OVER: dict[str, Any] = {"event": "take_over", "time": TIME, "host": "a", "pid": 4711}

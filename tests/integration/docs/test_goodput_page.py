@@ -87,6 +87,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     with jct.StepManager(directory, fast_tier=tier) as manager:
         manager.restore()
         assert manager.save(101, {"state": {"w": jnp.zeros(3)}})
+        assert manager.save(102, {"state": {"w": jnp.zeros(3)}}, fast_only=True)
+        manager.wait()
+        manager.restore()
     with owned_run(LocalBackend(), str(directory)):  # as `jaxckpt pin` does
         pass
     found: dict[str, set[str]] = {}

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 import jaxckpt_train as jct
 from jaxckpt_train.metrics import exporters as measures
 from tests.integration.docs.test_readme import code_blocks, names
-from tests.support.metric_events import RESTORED, SAVED
+from tests.support.metric_events import DRAINED, RESTORED_FAST, SAVED
 from tests.unit.metrics.test_sinks_of_runs import train
 
 PAGE = "docs/how-to/metrics.md"
@@ -78,7 +78,7 @@ def test_the_page_names_every_metric_and_every_field(repo_root: Path, tmp_path: 
     page = (repo_root / PAGE).read_text()
     documented = re.findall(r"`(?:jaxckpt)?(_[a-z_]+)", page)
     sink = jct.PrometheusSink(registry=prometheus_client.CollectorRegistry())
-    for event in (SAVED, RESTORED):
+    for event in (SAVED, RESTORED_FAST, DRAINED):
         sink(event)
     suffix = re.compile("_total$")
     names_on_page = {f"jaxckpt{suffix.sub('', each)}" for each in documented}

@@ -74,6 +74,18 @@ def test_failed_loop_continues_from_the_fast_step(tmp_path: Path) -> None:
     assert last["sum"] == other["sum"]
 
 
+def test_history_says_what_the_fast_tier_saved(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="as planned"):
+        train(tmp_path, 30, fail_at=17)
+    train(tmp_path, 30)
+    events = [json.loads(line) for line in (tmp_path / "slow" / "history.jsonl").read_text().splitlines()]
+    (restore,) = [each for each in events if each["event"] == "restore"]
+    assert (restore["step"], restore["tier"], restore["ahead_steps"]) == (16, "fast", 6)
+    drains = {each["step"]: each for each in events if each["event"] == "drain"}
+    assert all(each["lag_s"] >= each["drain_s"] > 0 for each in drains.values())
+    assert drains[30]["lag_steps"] == 0
+
+
 def test_run_without_a_slow_step_continues(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="as planned"):
         train(tmp_path, 30, fail_at=7)

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.metrics.exporters import KNOWN, figures, moment_s, samples
-from tests.support.metric_events import DELETED, FAILED, PREEMPTED, RESTORED, SAVED, TAKEN_OVER, TIME, TIME_S
+from tests.support.metric_events import (
+    DELETED,
+    DRAINED,
+    FAILED,
+    PREEMPTED,
+    RESTORED,
+    RESTORED_FAST,
+    SAVED,
+    TAKEN_OVER,
+    TIME,
+    TIME_S,
+)
 
 
 def measured(event: Mapping[str, Any]) -> dict[str, float]:
@@ -41,10 +52,23 @@ def test_restore_counts_skipped_steps() -> None:
     assert measured(RESTORED) == {
         "events/restore": 1, "restores": 1, "restore.skipped_steps": 2, "restore.duration": 4.0, "restored": 8192,
         "last_restored_step": 90, "last_restore.rate": 2048, "last_restore.timestamp": TIME_S,
+        "last_restore.from_fast_tier": 0,
     }  # fmt: skip
     assert (
         measured({name: value for name, value in RESTORED.items() if name != "skipped"})["restore.skipped_steps"] == 0
     )
+
+
+def test_restore_from_fast_tier_is_marked() -> None:
+    found = measured(RESTORED_FAST)
+    assert (found["last_restore.from_fast_tier"], found["last_restore.ahead_steps"]) == (1, 40)
+
+
+def test_drain_measures_duration_and_lag() -> None:
+    assert measured(DRAINED) == {
+        "events/drain": 1, "drains": 1, "drain.duration": 3.0, "drain.lag": 5.5, "drained": 4096,
+        "last_drained_step": 100, "last_drain.lag_steps": 20, "last_drain.timestamp": TIME_S,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("event", [DELETED, PREEMPTED, TAKEN_OVER])
