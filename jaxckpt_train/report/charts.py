@@ -18,7 +18,7 @@ from jaxckpt_train.inspection.units import number_text, percent_text, scaled_byt
 from jaxckpt_train.report import tables
 from jaxckpt_train.report.changes import PairChange
 from jaxckpt_train.report.gather import Gathered, Process
-from jaxckpt_train.report.series import DiskUse, Limits, Mark, MetricValue, Restore, Save, StepLife, thinned
+from jaxckpt_train.report.series import DiskUse, Drain, Limits, Mark, MetricValue, Restore, Save, StepLife, thinned
 from jaxckpt_train.run.goodput import KILLED, RUNNING, Goodput
 from jaxckpt_train.run.history import CLOSED, FINISHED, LATE, PREEMPTED
 
@@ -31,7 +31,7 @@ TOOLS = "xpan,box_zoom,xwheel_zoom,reset,save"
 MAX_CHARACTERS = 100
 HOW_COLOURS = {FINISHED: GREEN, PREEMPTED: BLUE, CLOSED: TEAL, RUNNING: PURPLE, LATE: OCHRE, KILLED: RED}
 ERROR = "an error"
-LANES = ("events", "restores", "saves", "processes")  # from the bottom up
+LANES = ("events", "restores", "drains", "saves", "processes")  # from the bottom up
 LEAST_S = 1e-5  # shorter times are drawn as this on a logarithmic scale
 LEAST_MIB = 1e-3
 MIB = 1 << 20
@@ -81,19 +81,22 @@ def _over_time(gathered: Gathered, limits: Limits, left_out: dict[str, str]) -> 
     processes = thinned(gathered.processes, limits.processes, lambda process: process.wall_s)
     saves = thinned(gathered.saves, limits.saves, lambda save: save.save_s + (0 if save.ok else 1e9))
     restores = thinned(gathered.restores, limits.saves, lambda each: each.restore_s or 0.0)
+    drains = thinned(gathered.drains, limits.saves, lambda each: each.lag_s or 0.0)
     marks = thinned(gathered.marks, limits.saves, lambda mark: mark.kind != "take_over")
     steps = thinned(gathered.steps, limits.steps, lambda step: step.is_there)
     uses = thinned(gathered.disk_use, limits.points, lambda use: use.bytes)
-    bars: list[Process | Save | Restore] = [*processes, *saves, *restores]
+    bars: list[Process | Save | Restore | Drain] = [*processes, *saves, *restores, *drains]
     times = [time for each in bars for time in (each.began, each.ended)]
     times += [mark.time for mark in marks]
     times += [time for step in steps for time in (step.saved, step.deleted) if time is not None]
     span, now = _time_span(times), max(times, default=gathered.made)
     charts, counts = dict[str, Any](), gathered.counts
     if bars or marks:
-        charts["timeline"] = _timeline(processes, saves, restores, marks, span)
+        charts["timeline"] = _timeline(processes, saves, restores, drains, marks, span)
     if saves:
         charts["save-times"] = _save_times(saves, span)
+    if drains:
+        charts["drain-lag"] = _drain_lag(drains, span)
     rated: list[Save | Restore] = [*saves, *restores]
     if any(each.bytes_per_s is not None for each in rated):
         charts["throughput"] = _throughput(saves, restores, span)
@@ -103,6 +106,7 @@ def _over_time(gathered: Gathered, limits: Limits, left_out: dict[str, str]) -> 
         charts["disk-use"] = _disk_use(uses, now, span)
     for place in ("timeline", "save-times", "throughput"):
         _note_left_out(left_out, place, len(saves), counts.saves, "saves", "of neighbours the longest")
+    _note_left_out(left_out, "drain-lag", len(drains), counts.drains, "copies", "of neighbours the latest")
     _note_left_out(left_out, "retention", len(steps), counts.steps, "steps", "of neighbours one that still exists")
     _note_left_out(left_out, "disk-use", len(uses), counts.changes, "changes", "of neighbours the largest")
     return charts
@@ -210,10 +214,12 @@ def _timeline(
     processes: Sequence[Process],
     saves: Sequence[Save],
     restores: Sequence[Restore],
+    drains: Sequence[Drain],
     marks: Sequence[Mark],
     span: Range1d,
 ) -> Any:
-    chart = _time_frame(230, "", span, y_range=FactorRange(factors=list(LANES)))
+    lanes = [lane for lane in LANES if drains or lane != "drains"]
+    chart = _time_frame(230, "", span, y_range=FactorRange(factors=lanes))
     chart.ygrid.visible = False
     items: list[tuple[str, list[Any]]] = []
     for how, colour in [*HOW_COLOURS.items(), (ERROR, GREY)]:
@@ -225,13 +231,21 @@ def _timeline(
             _add_tooltip(chart, rows[0], [bars])
             items.append((how, [bars]))
     items += _save_bars(chart, saves)
-    if restores:
-        rows = [tables.restore_cells(each) for each in restores]
-        style = {"y": "lane", "source": _source(_bar_columns(restores, "restores"), rows), "color": GREEN}
+    if drains:
+        rows = [tables.drain_cells(each) for each in drains]
+        style = {"y": "lane", "source": _source(_bar_columns(drains, "drains"), rows), "color": BLUE}
         bars = chart.hbar(left="from", right="until", height=0.4, line_width=1.5, **style)
-        dots = chart.scatter(x="until", marker="triangle", size=9, **style)
-        _add_tooltip(chart, rows[0], [bars, dots])
-        items.append(("restore", [bars, dots]))
+        _add_tooltip(chart, rows[0], [bars])
+        items.append(("copy to the run directory", [bars]))
+    for tier, name, colour in (("slow", "restore", GREEN), ("fast", "restore from the fast tier", TEAL)):
+        read = [each for each in restores if each.tier == tier]
+        if read:
+            rows = [tables.restore_cells(each) for each in read]
+            style = {"y": "lane", "source": _source(_bar_columns(read, "restores"), rows), "color": colour}
+            bars = chart.hbar(left="from", right="until", height=0.4, line_width=1.5, **style)
+            dots = chart.scatter(x="until", marker="triangle", size=9, **style)
+            _add_tooltip(chart, rows[0], [bars, dots])
+            items.append((name, [bars, dots]))
     for kind, (marker, colour) in MARKS.items():
         some = [mark for mark in marks if mark.kind == kind]
         if some:
@@ -245,7 +259,7 @@ def _timeline(
     return chart
 
 
-def _bar_columns(bars: Sequence[Process | Save | Restore], lane: str) -> dict[str, list[Any]]:
+def _bar_columns(bars: Sequence[Process | Save | Restore | Drain], lane: str) -> dict[str, list[Any]]:
     return {
         "from": [_milliseconds(each.began) for each in bars],
         "until": [_milliseconds(each.ended) for each in bars],
@@ -255,15 +269,18 @@ def _bar_columns(bars: Sequence[Process | Save | Restore], lane: str) -> dict[st
 
 def _save_bars(chart: Any, saves: Sequence[Save]) -> list[tuple[str, list[Any]]]:
     items = []
-    good, failed = [save for save in saves if save.ok], [save for save in saves if not save.ok]
-    if good:
+    failed = [save for save in saves if not save.ok]
+    for tier, name, colour in (("slow", "save", ORANGE), ("fast", "save to the fast tier", OCHRE)):
+        good = [save for save in saves if save.ok and save.tier == tier]
+        if not good:
+            continue
         rows = [tables.save_cells(save) for save in good]
         held_until = [_milliseconds(save.began) + save.blocked_s * 1000 for save in good]
         style = {"y": "lane", "source": _source({**_bar_columns(good, "saves"), "held": held_until}, rows)}
         behind = chart.hbar(left="held", right="until", height=0.4, color=GREY, line_width=1, alpha=0.9, **style)
-        held = chart.hbar(left="from", right="held", height=0.55, color=ORANGE, line_width=1.5, **style)
+        held = chart.hbar(left="from", right="held", height=0.55, color=colour, line_width=1.5, **style)
         _add_tooltip(chart, rows[0], [behind, held])
-        items += [("save, blocked", [held]), ("save, in the background", [behind])]
+        items += [(f"{name}, blocked", [held]), (f"{name}, in the background", [behind])]
     if failed:
         rows = [tables.save_cells(save) for save in failed]
         data = _source(_bar_columns(failed, "saves"), rows)
@@ -286,6 +303,22 @@ def _save_times(saves: Sequence[Save], span: Range1d) -> Any:
     held = chart.scatter(y="blocked_s", marker="circle", size=7, color=ORANGE, alpha=0.9, **style)
     _add_tooltip(chart, rows[0], [behind, held])
     _legend(chart, [("blocked", [held]), ("in the background", [behind])])
+    return chart
+
+
+def _drain_lag(drains: Sequence[Drain], span: Range1d) -> Any:
+    chart = _time_frame(240, "seconds", span, y_axis_type="log")
+    rows = [tables.drain_cells(each) for each in drains]
+    columns = {
+        "until": [_milliseconds(each.ended) for each in drains],
+        "took_s": [max(LEAST_S, each.drain_s or 0.0) for each in drains],
+        "lag_s": [max(LEAST_S, each.lag_s or 0.0) for each in drains],
+    }
+    style = {"x": "until", "source": _source(columns, rows)}
+    took = chart.scatter(y="took_s", marker="square", size=6, color=GREY, alpha=0.8, **style)
+    lag = chart.scatter(y="lag_s", marker="circle", size=7, color=BLUE, alpha=0.9, **style)
+    _add_tooltip(chart, rows[0], [took, lag])
+    _legend(chart, [("since the save", [lag]), ("the copy alone", [took])])
     return chart
 
 

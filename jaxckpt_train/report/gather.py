@@ -18,6 +18,7 @@ from jaxckpt_train.inspection.runs import StepStatus, inspect_run, is_run, newes
 from jaxckpt_train.report.changes import Changes, Plan, TreeSizes, compare, tree_sizes
 from jaxckpt_train.report.series import (
     DiskUse,
+    Drain,
     Lives,
     Mark,
     MetricValue,
@@ -26,6 +27,7 @@ from jaxckpt_train.report.series import (
     Restore,
     Save,
     StepLife,
+    drain_of,
     mark_of,
     restore_of,
     save_of,
@@ -40,7 +42,7 @@ _log = logging.getLogger("jaxckpt_train")
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """The data of a report. Of a very long run, the lists of saves, restores, marks, steps and values hold the newest.
+    """The data of a report. Of a very long run, the lists of events, steps and values hold the newest.
 
     docs/how-to/report.md explains the fields, which are the keys of `--json`.
     """
@@ -53,6 +55,7 @@ class Gathered:
     counts: Counts
     saves: tuple[Save, ...]
     restores: tuple[Restore, ...]
+    drains: tuple[Drain, ...]
     marks: tuple[Mark, ...]
     processes: tuple[Process, ...]
     totals: Goodput
@@ -76,6 +79,7 @@ class Counts:
     failed_saves: int
     blocked_s: float
     restores: int
+    drains: int
     marks: int
     steps: int
     states: dict[str, int]
@@ -104,6 +108,7 @@ def gather(
         failed_saves=history.failed_saves,
         blocked_s=history.blocked_s,
         restores=history.restores.count,
+        drains=history.drains.count,
         marks=history.marks.count,
         steps=sum(steps.states.values()),
         states=steps.states,
@@ -119,6 +124,7 @@ def gather(
         counts=counts,
         saves=tuple(map(save_of, history.saves.items)),
         restores=tuple(history.restores.items),
+        drains=tuple(history.drains.items),
         marks=tuple(history.marks.items),
         processes=tuple(processes),
         totals=totals,
@@ -201,6 +207,7 @@ class RunHistory:
         self.lives = Lives()
         self.saves = Newest[ReportEvent]()
         self.restores = Newest[Restore]()
+        self.drains = Newest[Drain]()
         self.marks = Newest[Mark]()
         self.failed_saves, self.blocked_s = 0, 0.0
 
@@ -216,6 +223,8 @@ class RunHistory:
             self.blocked_s += event.blocked_s
         elif kind == "restore":
             self.restores.add(restore_of(event))
+        elif kind == "drain":
+            self.drains.add(drain_of(event))
         elif kind == "start":
             self.places.append(_place_of(event))
         elif (mark := mark_of(event)) is not None:

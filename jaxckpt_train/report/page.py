@@ -55,6 +55,10 @@ CHARTS = {  # the title and the description, by the place in the page
         "Time of each save.",
         "Blocked: the loop waited for the save. In the background: the loop continued.",
     ),
+    "drain-lag": (
+        "Copies to the run directory.",
+        "How long after the call that saved a step its copy from the fast tier was in the run directory.",
+    ),
     "throughput": (
         "Bytes per second.",
         "For a save, the time runs from its first write to its commit; for a restore, it is the whole time.",
@@ -177,6 +181,7 @@ def _facts(gathered: Gathered) -> list[tuple[str, str, str]]:
     of_time, useful = "no process in the history", "unknown"
     if gathered.processes:
         of_time, useful = f"of {seconds_text(totals.wall_s)}", percent_text(totals.share)
+    fast = [each.ahead_steps or 0 for each in gathered.restores if each.tier == "fast"]
     per_save = f"{seconds_text(counts.blocked_s / counts.saves)} each" if counts.saves else "no save"
     return [
         ("Newest valid step", newest, counted(len(there), "step") + " on disk"),
@@ -185,6 +190,7 @@ def _facts(gathered: Gathered) -> list[tuple[str, str, str]]:
         ("Processes", f"{len(gathered.processes):,}", "one is running" if gathered.is_live else "none is running"),
         ("Saves", f"{counts.saves - counts.failed_saves:,}", f"{counts.failed_saves:,} failed"),
         ("Blocked by saves", seconds_text(counts.blocked_s), per_save),
+        *([("Saved by the fast tier", counted(sum(fast), "update"), counted(len(fast), "restore"))] if fast else []),
     ]
 
 
@@ -217,6 +223,7 @@ def _tables(gathered: Gathered) -> dict[str, dict[str, Table]]:
             "other events": table_of(gathered.marks, tables.mark_cells, counts.marks),
         },
         "save-times": {"saves": saves},
+        "drain-lag": {"copies to the run directory": table_of(gathered.drains, tables.drain_cells, counts.drains)},
         "throughput": {"saves": saves, "restores": restores},
         "time-spent": {"where the time of the run went": tables.spent_table(gathered.totals)},
         "retention": {"steps": table_of(present_last, tables.step_cells, counts.steps)},

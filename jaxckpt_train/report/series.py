@@ -45,6 +45,11 @@ class ReportEvent(RunEvent, gc=False):
     commit_s: Seconds | None = None
     restore_s: Seconds | None = None
     skipped: tuple[str, ...] = ()
+    tier: str = "slow"
+    ahead_steps: _Whole | None = None
+    drain_s: Seconds | None = None
+    lag_s: Seconds | None = None
+    lag_steps: _Whole | None = None
     plan: str = ""
     problem: str = ""
     host: str = ""
@@ -80,11 +85,15 @@ class Save:
     written_bytes: int | None  # without the files of the step before
     bytes_per_s: float | None
     metrics: dict[str, float]
+    tier: str  # "slow" or "fast"
 
 
 @dataclasses.dataclass(frozen=True)
 class Restore:
-    """A restore of a step; `skipped` has the names of the damaged steps that were skipped."""
+    """A restore of a step; `skipped` has the names of the damaged steps that were skipped.
+
+    From the fast tier, it was `ahead_steps` newer than the newest step in the run directory.
+    """
 
     began: datetime.datetime
     ended: datetime.datetime
@@ -94,6 +103,22 @@ class Restore:
     restore_s: float | None
     bytes_per_s: float | None
     skipped: tuple[str, ...]
+    tier: str  # "slow" or "fast"
+    ahead_steps: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Drain:
+    """A copy of a step of the fast tier to the run directory; the lag is that behind the save and the fast tier."""
+
+    began: datetime.datetime
+    ended: datetime.datetime
+    step: int | None
+    name: str
+    bytes: int | None
+    drain_s: float | None
+    lag_s: float | None
+    lag_steps: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +150,7 @@ def save_of(event: ReportEvent) -> Save:
         written_bytes=None if event.bytes is None else max(0, event.bytes - event.taken_bytes),
         bytes_per_s=event.bytes_per_s if event.ok else None,
         metrics=metrics_from_json(event.metrics),
+        tier=event.tier,
     )
 
 
@@ -139,6 +165,22 @@ def restore_of(event: ReportEvent) -> Restore:
         restore_s=event.restore_s,
         bytes_per_s=event.bytes_per_s,
         skipped=event.skipped,
+        tier=event.tier,
+        ahead_steps=event.ahead_steps,
+    )
+
+
+def drain_of(event: ReportEvent) -> Drain:
+    """Return the copy to the run directory that an event records."""
+    return Drain(
+        began=event.utc - datetime.timedelta(seconds=event.drain_s or 0.0),
+        ended=event.utc,
+        step=event.step,
+        name=event.name,
+        bytes=event.bytes,
+        drain_s=event.drain_s,
+        lag_s=event.lag_s,
+        lag_steps=event.lag_steps,
     )
 
 
@@ -258,7 +300,7 @@ class StepsFound:
 
 
 class Lives:
-    """Follows the steps of a run through the events of its history."""
+    """Follows the steps of the run directory through the events of its history."""
 
     def __init__(self) -> None:
         self._there: dict[str, StepLife] = {}  # in the order of the saves
@@ -272,7 +314,9 @@ class Lives:
     def add(self, event: ReportEvent) -> None:
         """Add the next event."""
         kind, name = event.event, event.name
-        if kind == "save" and event.ok:
+        if kind == "save" and event.ok and event.tier == "fast":
+            self._add_metrics(event.step or 0, metrics_from_json(event.metrics))
+        elif kind == "drain" or (kind == "save" and event.ok):
             self._saved(event)
         elif kind == "delete":
             self._deleted(event)
@@ -324,10 +368,13 @@ class Lives:
         state = life.state
         self._states[state] += 1
         if life.left is None and life.is_current:
-            for name, value in life.metrics.items():
-                self._series.setdefault(name, Newest()).add((life.step, value))
+            self._add_metrics(life.step, life.metrics)
         life.metrics = {}
         self._changes += len(_changes(life))
+
+    def _add_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._series.setdefault(name, Newest()).add((step, value))
 
     def found(self, looks: Sequence[StepStatus]) -> StepsFound:
         """Return the lives of all steps, after all events were added; `looks` are the existing steps."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from jaxckpt_train.inspection.units import (
     bytes_text,
     count_text,
+    counted,
     number_text,
     percent_text,
     rate_text,
@@ -17,7 +18,7 @@ from jaxckpt_train.inspection.units import (
 )
 from jaxckpt_train.report.changes import PairChange, TreeSizes
 from jaxckpt_train.report.gather import Process
-from jaxckpt_train.report.series import DiskUse, Item, Mark, MetricValue, Restore, Save, StepLife
+from jaxckpt_train.report.series import DiskUse, Drain, Item, Mark, MetricValue, Restore, Save, StepLife
 from jaxckpt_train.run.goodput import Goodput
 
 MOST_ROWS = 150
@@ -92,6 +93,7 @@ def save_cells(save: Save) -> Cells:
     """Return a row of the table of saves."""
     return {
         "step#": count_text(save.step),
+        "tier": save.tier,
         "ended (UTC)": time_text(save.ended),
         "blocked#": seconds_text(save.blocked_s),
         "background#": seconds_text(save.background_s),
@@ -107,11 +109,25 @@ def restore_cells(each: Restore) -> Cells:
     """Return a row of the table of restores."""
     return {
         "step#": count_text(each.step),
+        "tier": each.tier,
+        "newer than the run directory#": "" if each.ahead_steps is None else counted(each.ahead_steps, "step"),
         "ended (UTC)": time_text(each.ended),
         "took#": seconds_text(each.restore_s),
         "size#": bytes_text(each.bytes),
         "rate#": rate_text(each.bytes_per_s),
         "skipped damaged steps": ", ".join(each.skipped),
+    }
+
+
+def drain_cells(each: Drain) -> Cells:
+    """Return a row of the table of copies to the run directory."""
+    return {
+        "step#": count_text(each.step),
+        "ended (UTC)": time_text(each.ended),
+        "took#": seconds_text(each.drain_s),
+        "after its save#": seconds_text(each.lag_s),
+        "behind the fast tier#": "" if each.lag_steps is None else counted(each.lag_steps, "step"),
+        "size#": bytes_text(each.bytes),
     }
 
 

@@ -72,7 +72,7 @@ def test_tree_and_changes_are_those_of_newest_steps(preempted_run: Path) -> None
 def test_json_keys_are_stable(preempted_run: Path) -> None:
     found = gathered_json(gathered_of(preempted_run))
     assert sorted(found) == [
-        "changes", "counts", "disk_use", "events", "is_live", "made", "marks", "metrics", "processes",
+        "changes", "counts", "disk_use", "drains", "events", "is_live", "made", "marks", "metrics", "processes",
         "restores", "run", "saves", "steps", "totals", "tree", "warnings",
     ]  # fmt: skip
     assert {step["state"] for step in found["steps"]} == {"kept", "deleted"}

@@ -94,3 +94,17 @@ def test_other_events_are_marks() -> None:
 
 def test_events_are_counted_by_kind() -> None:
     assert history_of(at(1, "save"), at(2, "x"), at(3, "save")).events == {"save": 2, "x": 1}
+
+
+def test_copies_have_their_lag() -> None:
+    drained = {"step": 100, "name": "step-0000000100", "bytes": 1000, "drain_s": 3.0, "lag_s": 5.0, "lag_steps": 20}
+    (drain,) = history_of(at(10, "drain", **drained)).drains.items
+    assert (drain.began, drain.ended, drain.lag_s, drain.lag_steps) == (second(7), second(10), 5.0, 20)
+
+
+def test_tiers_of_saves_and_restores_are_kept() -> None:
+    assert [save.tier for save in saves_of(at(1, "save", **SAVED), at(2, "save", **SAVED, tier="fast"))] == [
+        "slow", "fast"
+    ]  # fmt: skip
+    slow, fast = restores_of(at(1, "restore", step=5), at(2, "restore", step=9, tier="fast", ahead_steps=4))
+    assert (slow.tier, slow.ahead_steps, fast.tier, fast.ahead_steps) == ("slow", None, "fast", 4)
