@@ -7,14 +7,28 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
+import socket
 from typing import Annotated, Any
 
 import typer
 
 from jaxckpt_train._validation import is_url
-from jaxckpt_train.cli.output import BACKEND, Code, Json, absolute, argument, print_json, print_text, progress
+from jaxckpt_train.cli.output import (
+    BACKEND,
+    Code,
+    FastTier,
+    Json,
+    absolute,
+    argument,
+    option,
+    print_json,
+    print_text,
+    progress,
+)
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
 from jaxckpt_train.inspection.disk_speed import try_disk, try_operations
+from jaxckpt_train.inspection.fast_tier import bytes_here, host_steps
 from jaxckpt_train.inspection.health import RunHealth, health_of
 from jaxckpt_train.inspection.object_trials import backend_for_trials, try_objects
 from jaxckpt_train.inspection.runs import is_run
@@ -27,6 +41,10 @@ PACKAGES = ("jaxckpt-train", "jax", "jaxlib", "numpy", "flax", "orbax-checkpoint
 MIB = 1 << 20
 ROOM_FOR_STEPS = 2
 LEAST_FILES = 1000
+FAST_STEPS = 3  # by default two are kept, while another one is written
+_NETWORK = re.compile(
+    "nfs|cifs|smb|9p|afs|ceph|lustre|gpfs|beegfs|panfs|wekafs|fuse\\.(gluster|ceph|moose|juice|sshfs)"
+)
 MOST_CLOCK_S = 300.0
 _UPLOADS = (
     "a life-cycle rule of the bucket should remove incomplete uploads after a day ({rule}). A killed save leaves them, "
@@ -42,6 +60,9 @@ _ADVICE = {
 def doctor(
     path: Annotated[str, argument("PATH", "A run, or any directory to save to, which need not exist yet.")],
     size_mib: Annotated[int, typer.Option(min=0, help="The size of the file to test the disk. 0: no test.")] = 256,
+    fast_tier: FastTier = None,
+    hosts: Annotated[int, typer.Option(min=1, help="How many hosts the job has; for --fast-tier.")] = 1,
+    port: Annotated[int | None, option("The port of the fast tier, to try whether it is free.", least=1)] = None,
     as_json: Json = False,
 ) -> None:
     """Examine a run and its disk: versions, free space, speed, owner, damaged steps, and the cost of a crash.
@@ -52,6 +73,12 @@ def doctor(
     """
     directory, nbytes = absolute(path), size_mib * MIB
     found = _examine_url(directory, nbytes) if is_url(directory) else _examine(directory, nbytes, as_json)
+    if fast_tier is not None:
+        newest_bytes = 0 if found["run"] is None else found["run"]["newest_bytes"] or 0
+        found["fast_tier"], warnings = _examine_fast_tier(directory, absolute(fast_tier), newest_bytes, hosts)
+        found["warnings"] += warnings
+    if port is not None:
+        found["warnings"] += _try_port(port)
     if as_json:
         print_json(found)
     elif is_url(directory):
@@ -94,6 +121,57 @@ def _examine(path: str, nbytes: int, as_json: bool) -> dict[str, Any]:
         "at_risk": None if run is None or run.at_risk is None else run.at_risk._asdict(),
         "warnings": warnings,
     }
+
+
+def _examine_fast_tier(run: str, path: str, newest_bytes: int, hosts: int) -> tuple[dict[str, Any], list[str]]:
+    """Examine the directory of a fast tier on this host; also return warnings."""
+    folder = path if file_exists(BACKEND, path) else os.path.dirname(path)
+    if not is_directory(folder):
+        raise NotACheckpointError(f"{path}: expected a directory, or a path in a directory that exists, found neither")
+    files, operations = file_system_of(folder), try_operations(BACKEND, folder)
+    steps = host_steps(BACKEND, run, path) if folder == path else []
+    warnings = [f"the fast tier needs {name}: {problem}" for name, problem in operations.items() if problem]
+    warnings += mount_warnings(folder)
+    if _NETWORK.match(files.kind):
+        warnings.append(
+            f"the fast tier is on {files.kind} at {files.mount}, which is a network file system: choose a local "
+            "disk, or memory (tmpfs)"
+        )
+    # What is here shows what a step takes with copies or parity. Before the first one, assume a copy of each file.
+    step_bytes = max((bytes_here(BACKEND, each) for each, _ in steps), default=newest_bytes // hosts * min(hosts, 2))
+    needed_bytes = step_bytes * max(1, FAST_STEPS - len(steps))
+    if files.free_bytes < needed_bytes:
+        warnings.append(
+            f"the fast tier has {bytes_text(files.free_bytes)} free, and needs {bytes_text(needed_bytes)} more: room "
+            f"for {FAST_STEPS} steps of about {bytes_text(step_bytes)} on this host"
+        )
+    about = {
+        "path": path,
+        "file_system": files._asdict(),
+        "operations": operations,
+        "steps": sorted(entry.step for _, entry in steps),
+        "step_bytes": step_bytes,
+        "needed_bytes": needed_bytes,
+    }
+    return about, warnings
+
+
+def _try_port(port: int) -> list[str]:
+    try:
+        socket.create_server(("", port)).close()
+    except (OSError, OverflowError) as error:
+        return [f"this host cannot listen on port {port}: {error}"]
+    return []
+
+
+def _print_fast_tier(found: dict[str, Any]) -> None:
+    files, steps = found["file_system"], found["steps"]
+    print_text(f"fast tier: {files['kind']} at {files['mount']}, {bytes_text(files['free_bytes'])} free")
+    listing = f": {', '.join(map(str, steps))}" if steps else ""
+    size = f", about {bytes_text(found['step_bytes'])} each" if found["step_bytes"] else ""
+    print_text(
+        f"fast tier: {counted(len(steps), 'step')} of the run on this host{listing}{size}; other hosts not checked"
+    )
 
 
 def _examine_url(path: str, nbytes: int) -> dict[str, Any]:
@@ -145,6 +223,8 @@ def _print_url(found: dict[str, Any]) -> None:
             print(f"the data of {count} is still there; `jaxckpt prune --yes --wait 600` removes it, or a training")
     for advice in found["advice"]:
         print_text(f"advice: {advice}")
+    if "fast_tier" in found:
+        _print_fast_tier(found["fast_tier"])
     for warning in found["warnings"]:
         print_text(f"warning: {warning}")
 
@@ -205,6 +285,8 @@ def _print(found: dict[str, Any]) -> None:
         )
     if found["run"] is not None:
         _print_run(found["run"], found["owner"], found["at_risk"])
+    if "fast_tier" in found:
+        _print_fast_tier(found["fast_tier"])
     for warning in found["warnings"]:
         print_text(f"warning: {warning}")
 

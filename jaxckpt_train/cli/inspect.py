@@ -14,6 +14,7 @@ from jaxckpt_train.cli.output import (
     BACKEND,
     Checkpoint,
     Code,
+    FastTier,
     Json,
     Run,
     Step,
@@ -41,6 +42,7 @@ from jaxckpt_train.inspection.diff import (
     pieces_of,
     read_file,
 )
+from jaxckpt_train.inspection.fast_tier import with_fast_steps
 from jaxckpt_train.inspection.runs import StepStatus, inspect_run, metadata_of, nbytes_of, open_at, part_bytes
 from jaxckpt_train.inspection.stats import Histogram, LeafStats, has_complex
 from jaxckpt_train.inspection.units import age_text, bytes_text, counted, number_text
@@ -377,19 +379,23 @@ def _bar(counts: list[int]) -> str:
     return "".join(BARS[math.ceil(count / most * (len(BARS) - 1))] for count in counts) if most else ""
 
 
-def ls(run: Run, as_json: Json = False) -> None:
+def ls(run: Run, fast_tier: FastTier = None, as_json: Json = False) -> None:
     """List the steps of a run: size, age, metrics, and visible damage. Reads no arrays.
+
+    With --fast-tier, a column says on which tier each step is, as far as this host has it.
 
     Exits with 1 if a step of the current branch cannot be restored, and with 3 if there is no step.
     """
     directory = absolute(run)
     steps = inspect_run(BACKEND, directory) if not is_file(BACKEND, directory) else []
+    if fast_tier is not None:
+        steps = with_fast_steps(BACKEND, directory, absolute(fast_tier), steps)
     if not steps:
         raise NotACheckpointError(f"{directory}: expected a run, found {_other_content(directory)}")
     if as_json:
         print_json({"run": directory, "steps": [_step_json(each) for each in steps]})
     else:
-        _print_steps(steps)
+        _print_steps(steps, with_tier=fast_tier is not None)
     if any(each.problem is not None for each in steps if each.is_current or each.entry is None):
         raise typer.Exit(int(Code.WRONG))
 
@@ -420,10 +426,12 @@ def _step_json(each: StepStatus) -> dict[str, Any]:
         "current": each.is_current,
         "valid": each.problem is None,
         "problem": each.problem,
+        "tier": each.tier,
+        "absent_files": each.absent_files,
     }
 
 
-def _print_steps(steps: list[StepStatus]) -> None:
+def _print_steps(steps: list[StepStatus], *, with_tier: bool) -> None:
     now = datetime.datetime.now(datetime.UTC)
     names = list(dict.fromkeys(name for each in steps if each.entry for name in each.entry.metrics or {}))
     is_shared = any(each.taken_bytes for each in steps)
@@ -436,10 +444,11 @@ def _print_steps(steps: list[StepStatus]) -> None:
             words = ("pinned", each.entry.pinned), ("temporary", each.entry.temporary)
             state = [word for word, holds in (*words, ("left behind", not each.is_current)) if holds]
         numbers = (number_text(metrics.get(name)) for name in names)
+        state += [f"{counted(each.absent_files, 'file')} only on other hosts"] if each.absent_files else []
         state_text = ", ".join([*state, each.problem or "ok"])
         sizes = [bytes_text(size) for size in [each.nbytes, each.written_bytes][: 1 + is_shared]]
-        rows.append([str(each.step), *sizes, age, *numbers, state_text])
-    titles = ["step", *["size", "written"][: 1 + is_shared], "age", *names]
+        rows.append([str(each.step), *[each.tier][:with_tier], *sizes, age, *numbers, state_text])
+    titles = ["step", *["tier"][:with_tier], *["size", "written"][: 1 + is_shared], "age", *names]
     print_columns([*titles, "state"], rows, [*[True] * len(titles), False])
 
 

@@ -72,6 +72,10 @@ Checkpoint = Annotated[
         "or a checkpoint of Orbax, PyTorch, safetensors or Flax.",
     ),
 ]
+FastTier = Annotated[
+    str | None,
+    option("The directory of the fast tier on this host, as in the settings of the run.", "--fast-tier", metavar="DIR"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Step = Annotated[float | None, step_option("The step of a run, also of a run of Orbax or Flax.", "--step", "-s")]
 

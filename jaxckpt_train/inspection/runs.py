@@ -11,6 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -59,6 +60,8 @@ class StepStatus:
     problem: str | None  # why it cannot be restored, as far as its manifest shows
     refusal: CheckpointError | None = None
     taken_bytes: int = 0  # of files that it took over from the step before
+    tier: Literal["slow", "fast", "both"] = "slow"  # as far as this host knows
+    absent_files: int = 0  # of a step of the fast tier: those that only other hosts have
 
     @property
     def written_bytes(self) -> int | None:

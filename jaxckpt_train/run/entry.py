@@ -69,6 +69,11 @@ class Entry:
         return (self.sequence, self.step, self.generation)
 
     @property
+    def save(self) -> tuple[int, int]:
+        """Identifies the save on both tiers: a copy from one to the other keeps the number."""
+        return (self.sequence, self.step)
+
+    @property
     def identity(self) -> tuple[str, datetime]:
         """Identifies the save: a directory name alone may be reused."""
         return (self.name, self.time)

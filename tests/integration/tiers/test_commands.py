@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.report.page import page_of
+from jaxckpt_train.store.backends import local
+from tests.support.commands import json_of, printed
 from tests.support.report_runs import gathered_of
 
 
@@ -44,3 +47,81 @@ def test_page_says_what_the_fast_tier_saved(failed: Path) -> None:
     page = page_of(gathered_of(failed / "slow"))
     assert "6 updates" in page
     assert "Copies to the run directory." in page
+
+
+def test_ls_shows_the_tier_of_each_step(failed: Path) -> None:
+    slow, fast = failed / "slow", failed / "fast"
+    steps = json_of("ls", slow, "--fast-tier", fast)["steps"]
+    assert [(each["step"], each["tier"]) for each in steps] == [(10, "slow"), (16, "both"), (18, "fast")]
+    assert {each["tier"] for each in json_of("ls", slow)["steps"]} == {"slow"}
+    assert "tier" not in printed("ls", slow)
+
+
+def test_ls_shows_steps_of_this_run_alone(failed: Path, tmp_path: Path) -> None:
+    tier = jct.FastTierSettings(directory=failed / "fast")
+    with jct.StepManager(tmp_path / "other", fast_tier=tier) as manager:
+        for step in (1, 2):
+            assert manager.save(step, {"x": np.zeros(9)}, fast_only=True)
+            manager.wait()
+    (one, two) = json_of("ls", tmp_path / "other", "--fast-tier", failed / "fast")["steps"]
+    assert (one["step"], one["tier"], two["step"], two["tier"], two["absent_files"]) == (1, "fast", 2, "fast", 0)
+    assert len(json_of("ls", failed / "slow", "--fast-tier", failed / "fast")["steps"]) == 3
+
+
+def test_ls_marks_what_a_roll_back_left_behind(tmp_path: Path) -> None:
+    tier = jct.FastTierSettings(directory=tmp_path / "fast", keep=9)
+    for steps, restored in (((1, 2, 3), None), ((3,), 1)):
+        with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+            if restored is not None:
+                manager.restore(step=restored)
+            for step in steps:
+                assert manager.save(step, {"x": np.full(9, step)}, fast_only=True)
+                manager.wait()
+    found = json_of("ls", tmp_path / "slow", "--fast-tier", tmp_path / "fast")["steps"]
+    assert sorted((each["step"], each["current"]) for each in found) == [(1, True), (2, False), (3, False), (3, True)]
+
+
+def test_missing_fast_tier_is_an_error(failed: Path, tmp_path: Path) -> None:
+    found = json_of("ls", failed / "slow", "--fast-tier", tmp_path / "none", code=3)
+    assert found["error"] == "NotACheckpointError"
+
+
+def test_doctor_examines_the_fast_tier(failed: Path) -> None:
+    found = json_of("doctor", failed / "slow", "--fast-tier", failed / "fast", "--size-mib", 0)
+    tier = found["fast_tier"]
+    assert (found["warnings"], tier["steps"]) == ([], [16, 18])
+    assert set(tier["operations"].values()) == {None}
+    here = [
+        sum(file.stat().st_size for file in step.rglob("*") if file.is_file()) for step in failed.glob("fast/*/step-*")
+    ]
+    assert tier["step_bytes"] == tier["needed_bytes"] == max(here)
+    assert "16, 18" in printed("doctor", failed / "slow", "--fast-tier", failed / "fast", "--size-mib", 0)
+
+
+def test_doctor_estimates_before_the_first_fast_step(failed: Path, tmp_path: Path) -> None:
+    arguments = ("doctor", failed / "slow", "--fast-tier", tmp_path / "new", "--size-mib", 0)
+    newest = json_of(*arguments)["run"]["newest_bytes"]
+    for hosts, step_bytes in ((1, newest), (2, newest // 2 * 2), (8, newest // 8 * 2)):
+        tier = json_of(*arguments, "--hosts", hosts)["fast_tier"]
+        assert (tier["step_bytes"], tier["needed_bytes"]) == (step_bytes, 3 * step_bytes)
+
+
+def test_doctor_warns_of_a_port_in_use(failed: Path) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        (warning,) = json_of("doctor", failed / "slow", "--port", port, "--size-mib", 0, code=1)["warnings"]
+    assert str(port) in warning
+    assert json_of("doctor", failed / "slow", "--port", port, "--size-mib", 0)["warnings"] == []
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "lustre", "ext4"])
+def test_doctor_warns_of_a_network_file_system(
+    failed: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"1 1 0:1 / {failed}/fast rw - {kind} server:/disk rw\n")
+    monkeypatch.setattr(local, "MOUNTS", str(mounts))
+    arguments = ("doctor", failed / "slow", "--fast-tier", failed / "fast", "--size-mib", 0)
+    found = json_of(*arguments, code=int(kind != "ext4"))
+    assert found["fast_tier"]["file_system"]["kind"] == kind
+    assert len(found["warnings"]) == (kind != "ext4")

@@ -34,6 +34,8 @@ KEYS = {
     "current",
     "valid",
     "problem",
+    "tier",
+    "absent_files",
 }
 
 
