@@ -361,7 +361,7 @@ class RunDirectory:
     def lineage(self, step: int) -> dict[str, Any]:
         """The lineage fields for the manifest of the next save."""
         with self._guard:
-            sequence = max(self._highest, *(entry.sequence for entry in self._entries), -1) + 1
+            sequence = max(self._highest, *(entry.sequence for entry in self._all()), -1) + 1
             left = sorted(self._left | self._undone | names_after(step, [*self._line(), *self.fast_line()]))
             number = self._record.record.number
             return {"run": self._run_id, "sequence": sequence, "left_behind": left, "record": number}

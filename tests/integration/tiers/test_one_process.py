@@ -291,3 +291,17 @@ def test_running_copy_does_not_cost_the_last_save(tmp_path: Path) -> None:
     backend.go.set()
     with run_on(tmp_path, LocalBackend()) as manager:
         assert manager.restore()["state"]["w"][0] == 15
+
+
+def test_job_that_owns_before_it_restores_continues_the_order(tmp_path: Path) -> None:
+    with run_on(tmp_path, LocalBackend(), interval_steps=1, keep=10) as manager:
+        for step in range(1, 6):
+            assert manager.save(step, {"x": np.full(10, step)})
+    with run_on(tmp_path, LocalBackend(), interval_steps=1, keep=10) as manager:
+        manager.own()
+        assert manager.restore()["x"][0] == 5
+        for step in (6, 7):
+            assert manager.save(step, {"x": np.full(10, step)})
+            manager.wait()
+    with run_on(tmp_path, LocalBackend(), interval_steps=1, keep=10) as manager:
+        assert manager.restore()["x"][0] == 7
