@@ -188,9 +188,12 @@ bench-gcs: $(STAMP)  ## add what Orbax needs to save to Google Cloud Storage; wi
 bench-unchanged: $(STAMP)  ## compare saves of a state of which little changes with Orbax and PyTorch DCP (15 minutes)
 	$(BIN)/python -m benchmarks.unchanged --json build/bench-unchanged.json --page docs/benchmarks
 
-.PHONY: bench-fast-tier fast-tier
+.PHONY: bench-fast-tier bench-fast-tier-goodput fast-tier
 bench-fast-tier: $(STAMP)  ## measure copies and parity of the fast tier, and restores from it (15 minutes)
 	$(BIN)/python -m benchmarks.fast_tier --json build/bench-fast-tier.json --page docs/benchmarks
+
+bench-fast-tier-goodput: $(STAMP)  ## kill and erase hosts of a job with a fast tier, without one, and with Orbax (45 minutes; needs gcc)
+	$(BIN)/python -m benchmarks.fast_tier_goodput --json build/bench-fast-tier-goodput.json --page docs/benchmarks
 
 fast-tier: $(STAMP)  ## kill and erase hosts of jobs with a fast tier, and send hostile frames (1 hour; needs root)
 	$(BIN)/python -m tests.nightly.tiers.lost_hosts --trials 100
