@@ -79,13 +79,12 @@ def damaged(frame: bytes, others: list[bytes], chosen: random.Random) -> tuple[s
         return kind, frame[:13] + struct.pack(">II", body, payload) + frame[21:]
     if kind == "noise":
         return kind, frame[:4] + chosen.randbytes(len(frame) - 4)
-    if kind == "insert":
-        return kind, frame[:at] + chosen.randbytes(1) + frame[at:]
-    if kind == "swap":
-        place = chosen.randrange(len(frame))
-        low, high = sorted((at, place))
+    if kind in ("insert", "swap"):
+        low, high = sorted((at, chosen.randrange(len(frame))))
         changed = frame[:low] + frame[high:] + frame[low:high]
-        return (kind, changed) if changed != frame else ("cut", frame[:-1])
+        if kind == "insert":
+            changed = frame[:at] + chosen.randbytes(1) + frame[at:]
+        return (kind, changed) if changed[: len(frame)] != frame else ("cut", frame[:-1])
     return kind, chosen.choice(others)
 
 

@@ -1,8 +1,8 @@
 """SIGKILL a host of a job at a random moment and erase its directory: `python -m tests.nightly.tiers.lost_hosts`.
 
 Network namespaces stand for hosts. In each trial a job restores the newest step, checks every byte, and saves steps
-until one of its hosts, or two, are killed and erased. The next job must find the last step that was acknowledged. Where
-more hosts are lost than the redundancy allows, it must find the last one of the slow tier.
+until one of its hosts, or two, are killed and erased. The next job must find the last step that was acknowledged. If the
+job was killed before it saved, nothing is erased: the step that it had restored still lacks what the last loss took.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Trials:
         self.folder, self.hosts, self.redundancy, self.killed = folder, hosts, redundancy, killed
         self.random, self.found = random.Random(seed), Counter[str]()
         self.problems: list[str] = []
+        self._is_protected = True  # the newest step has all its copies or parity
         self.log = folder / "log"
         self.log.touch()
 
@@ -51,7 +52,7 @@ class Trials:
     def run(self, names: list[str], number: int) -> None:
         """Start a job, check what it restores, and kill hosts."""
         before = self.lines()
-        newest = max((step for what, step in before if what == "saved"), default=0)
+        newest = before[-1][1] if before else 0
         job = Job(self.hosts, 1, names, heartbeat_timeout_seconds=100)
         options: dict[str, Any] = {"redundancy": self.redundancy, "timeout_s": 5.0}
         call = threading.Thread(
@@ -73,8 +74,13 @@ class Trials:
                 worker.process.kill()
             call.join()
             job.end()
+        if any(what == "saved" for what, _ in self.lines()[len(before) :]):
+            self._is_protected = True
+        if not self._is_protected:
+            return
         for host in lost:
             shutil.rmtree(self.folder / "fast" / f"host{host}", ignore_errors=True)
+        self._is_protected = False
 
     def _wait(self, known: int) -> tuple[str, int]:
         end = time.monotonic() + START_S
@@ -100,7 +106,7 @@ def campaign(trials: int, hosts: int, redundancy: str, killed: int, seed: int) -
         found = Trials(Path(folder), hosts, redundancy, killed, seed)
         for number in range(trials):
             found.run(names, number)
-            print(f"trial {number}: {dict(found.found)}", flush=True)
+            print(f"trial {number}: {dict(found.found)}", *found.problems[-1:], flush=True)
     return found
 
 
