@@ -77,6 +77,9 @@ def doctor(
         newest_bytes = 0 if found["run"] is None else found["run"]["newest_bytes"] or 0
         found["fast_tier"], warnings = _examine_fast_tier(directory, absolute(fast_tier), newest_bytes, hosts)
         found["warnings"] += warnings
+        newest, risk = found["fast_tier"]["newest_step"], found["at_risk"]
+        if newest is not None and risk is not None and newest > (risk["since"] or 0):
+            risk |= {"since": newest, "updates": max(0, risk["completed"] - newest)}
     if port is not None:
         found["warnings"] += _try_port(port)
     if as_json:
@@ -150,6 +153,7 @@ def _examine_fast_tier(run: str, path: str, newest_bytes: int, hosts: int) -> tu
         "file_system": files._asdict(),
         "operations": operations,
         "steps": sorted(entry.step for _, entry in steps),
+        "newest_step": max((entry.order, entry.step) for _, entry in steps)[1] if steps else None,
         "step_bytes": step_bytes,
         "needed_bytes": needed_bytes,
     }

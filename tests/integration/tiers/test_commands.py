@@ -89,7 +89,8 @@ def test_missing_fast_tier_is_an_error(failed: Path, tmp_path: Path) -> None:
 def test_doctor_examines_the_fast_tier(failed: Path) -> None:
     found = json_of("doctor", failed / "slow", "--fast-tier", failed / "fast", "--size-mib", 0)
     tier = found["fast_tier"]
-    assert (found["warnings"], tier["steps"]) == ([], [16, 18])
+    assert (found["warnings"], tier["steps"], tier["newest_step"]) == ([], [16, 18], 18)
+    assert (found["at_risk"]["since"], found["at_risk"]["updates"]) == (18, 0)
     assert set(tier["operations"].values()) == {None}
     here = [
         sum(file.stat().st_size for file in step.rglob("*") if file.is_file()) for step in failed.glob("fast/*/step-*")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import json_of
 from tests.support.jobs import fast
 from tests.support.jobs.fixtures import JobOf
 from tests.support.jobs.job import Job
@@ -64,6 +65,15 @@ def test_any_lost_hosts(job_of: JobOf, tmp_path: Path, redundancy: str) -> None:
             assert restored(job, tmp_path, redundancy) == (12 if survives else 10)
     with lost(tier, names[1:]):
         assert restored(job, tmp_path, redundancy) == 10
+
+
+def test_ls_says_what_a_host_does_not_have(job_of: JobOf, tmp_path: Path) -> None:
+    saved(job_of(HOSTS, 1), tmp_path, [10, 11], "partner")
+    for host in range(HOSTS):
+        found = json_of("ls", tmp_path / "slow", "--fast-tier", tmp_path / "fast" / f"host{host}")["steps"]
+        assert [(each["step"], each["tier"]) for each in found] == [(10, "both"), (11, "fast")]
+        assert 0 < found[1]["absent_files"] <= HOSTS - 2  # it has its own files, and a copy of its neighbour's
+        assert found[1]["bytes"] == found[0]["bytes"]
 
 
 def test_without_redundancy_each_host_is_needed(job_of: JobOf, tmp_path: Path) -> None:
