@@ -25,8 +25,10 @@ MEANWHILE = "there another message names a checkpoint that was saved meanwhile"
 # By file, or by file and test.
 DISK_ONLY = {
     "tests/unit/cli/test_cli_page.py": "it is about the documentation",
+    "tests/unit/cli/test_cp.py::test_change_of_source_does_not_reach_the_copy": WRITES,
     "tests/unit/cli/test_cp.py::test_copy_holds_everything_of_its_source": "a copy has another number of the record",
     "tests/unit/cli/test_cp.py::test_copy_replaces_only_checkpoints_with_overwrite": "it puts a copy into a folder",
+    "tests/unit/cli/test_cp.py::test_copy_that_shares_blocks_is_verified": LINK,
     "tests/unit/cli/test_cp.py::test_copy_to_working_directory_keeps_its_name": WORKING_FOLDER,
     "tests/unit/cli/test_cp.py::test_copy_with_changed_bytes_is_not_committed": WRITES,
     "tests/unit/cli/test_cp.py::test_foreign_directory_is_not_copied": "safetensors writes a file",
@@ -79,6 +81,7 @@ DISK_ONLY = {
     "tests/unit/cli/test_skipped_steps.py::test_step_of_newer_version_is_not_skipped": LAYOUT,
     "tests/unit/cli/test_streams.py": "it puts control characters into names of files",
     "tests/unit/cli/test_unchanged.py::test_prune_counts_a_shared_file_only_if_it_goes": SHARED,
+    "tests/unit/cli/test_unchanged.py::test_prune_frees_nothing_that_a_linked_copy_has": LINK,
     "tests/unit/cli/test_unchanged.py::test_removed_run_frees_a_shared_file_once": SHARED,
     "tests/unit/run/test_best_link.py": "it reads a symbolic link",
     "tests/unit/run/test_cancelled_deletions.py": RENAMES,
@@ -192,6 +195,7 @@ DISK_ONLY = {
     "tests/unit/test_metadata.py::test_key_of_unknown_implementation_is_described": FOLDER,
     "tests/unit/test_overwriting.py": "it puts links, runs and files of others into the folder of a checkpoint",
     "tests/unit/test_pending_start.py::test_interrupted_start_keeps_the_manager_usable": DELETED,
+    "tests/unit/test_secondary_errors.py::test_interrupt_during_close_replaces_the_first_error": RENAMES,
     "tests/unit/test_summary.py::test_history_that_cannot_be_read_is_error": HISTORY,
     "tests/unit/test_summary.py::test_hung_history_disk_raises_a_timeout": HISTORY,
     "tests/unit/test_unresponsive_disk.py": "it holds calls of a disk; the stand-in stalls requests elsewhere",
