@@ -1,8 +1,8 @@
 """SIGKILL a host of a job at a random moment and erase its directory: `python -m tests.nightly.tiers.lost_hosts`.
 
 Network namespaces stand for hosts. In each trial a job restores the newest step, checks every byte, and saves steps
-until one of its hosts, or two, are killed and erased. The next job must find the last step that was acknowledged. If
-the job was killed before it saved, nothing is erased: the step that it had restored still lacks what the last loss took.
+until one of its hosts, or two, are killed and erased. The next job must find the last step that was acknowledged. After
+a kill before the first save nothing is erased: the step that was restored still lacks what the last loss took.
 """
 
 from __future__ import annotations
