@@ -167,3 +167,13 @@ def test_objects_that_write_their_own_files(job_of: JobOf, tmp_path: Path, hosts
 def test_containers_of_one_machine_are_refused_without_domains(job_of: JobOf, tmp_path: Path) -> None:
     outcomes = job_of(2, 1).outcomes(fast.sees_another_disk, *places(tmp_path))
     assert all("SettingsError" in each["error"] and "failure_domain" in each["error"] for each in outcomes)
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 8), (1, 8)), ((2, 4), (4, 2))])
+def test_another_mesh_of_two_dimensions(
+    job_of: JobOf, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    job_of(*before).call(fast.save_on_mesh, *places(tmp_path), [2, 4])
+    with lost(tmp_path / "fast", ["host1"] if before[0] > 1 else []):
+        answers = job_of(*after).call(fast.restore_on_mesh, *places(tmp_path), [4, 2])
+    assert answers == [[11, []]] * after[0]

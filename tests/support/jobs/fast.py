@@ -41,6 +41,17 @@ def state_of(step: int) -> dict[str, Any]:
     }
 
 
+def mesh_state(step: int, mesh: list[int]) -> dict[str, Any]:
+    """Return the state of a step on a mesh with the axes "x" and "y"."""
+    specs: dict[str, Spec] = {**SPECS, "rows": ["x", "y"], "columns": ["y", "x"]}
+    return {
+        name: jax.make_array_from_callback(
+            tuple(SHAPES[name][0]), sharding_of(mesh, specs[name]), lambda at, name=name: values_of(name, step)[at]
+        )
+        for name in SHAPES
+    }
+
+
 def domain(fast: str, hosts: list[str] | None) -> str:
     """Return the host of this process."""
     return f"host{jax.process_index()}" if hosts is None else hosts[jax.process_index()]
@@ -80,6 +91,19 @@ def restore(
         assert manager.restored_step is not None
         wrong = [name for name in SHAPES if not holds(found[name], values_of(name, manager.restored_step))]
         return [manager.restored_step, wrong]
+
+
+def save_on_mesh(slow: str, fast: str, mesh: list[int]) -> None:
+    """Save step 11 to the fast tier, from a mesh of two dimensions."""
+    with manager_of(slow, fast, None, {}) as manager:
+        assert manager.save(11, {"state": mesh_state(11, mesh)}, fast_only=True).saved
+
+
+def restore_on_mesh(slow: str, fast: str, mesh: list[int]) -> list[Any]:
+    """As `restore`, to a mesh of two dimensions."""
+    with manager_of(slow, fast, None, {}) as manager:
+        found = manager.restore({"state": mesh_state(0, mesh)})["state"]
+        return [manager.restored_step, [name for name in SHAPES if not holds(found[name], values_of(name, 11))]]
 
 
 def continues(slow: str, fast: str, steps: list[int]) -> list[Any]:
