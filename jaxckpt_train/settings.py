@@ -122,6 +122,8 @@ class FastTierSettings:
             through which it reaches process 0.
         port: the port. 0: any free one.
         timeout_s: how many seconds another host may take to answer.
+        max_bytes_per_s: while a step is protected, each process reads at most so many bytes per second from other
+            hosts, at least 1 MiB; restores are not limited. None: no limit.
 
     Raises:
         SettingsError: a value is out of range or of the wrong type.
@@ -137,6 +139,7 @@ class FastTierSettings:
     address: Annotated[str, text] | None = None
     port: Annotated[int, whole(0, 65535)] = 0
     timeout_s: Annotated[float, seconds] = 30.0
+    max_bytes_per_s: Annotated[int, whole(1 << 20, _MOST)] | None = None
 
     def __post_init__(self) -> None:
         check_fields("FastTierSettings", self)

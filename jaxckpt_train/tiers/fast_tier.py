@@ -12,6 +12,8 @@ import functools
 import hashlib
 import logging
 import secrets
+import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Literal
@@ -50,12 +52,13 @@ class FastTier:
         files: its files, on all hosts.
         hosts: the hosts of the job; after `join`.
         protection: who keeps what of whom; after `join`.
+        limit: what this process may read from other hosts while steps are protected.
     """
 
     def __init__(self, settings: FastTierSettings, run_directory: str) -> None:
         folder = hashlib.blake2b(run_directory.encode(errors="surrogatepass"), digest_size=8).hexdigest()
         self.settings, self.directory = settings, f"{settings.directory}/run-{folder}"
-        self.files = HostFiles(self.directory)
+        self.files, self.limit = HostFiles(self.directory), RateLimit(settings.max_bytes_per_s)
         self.hosts, self.protection = Hosts([Host(0, "")]), Protection("none", {}, ())
         self._process, self._has_joined = 0, False
         self._peers: dict[int, Peer] = {}
@@ -264,6 +267,23 @@ class FastTier:
             self._server.close()
         for peer in self._peers.values():
             peer.close()
+
+
+class RateLimit:
+    """Lets threads of this process pass a number of bytes per second, all together; None: any number."""
+
+    def __init__(self, per_s: int | None) -> None:
+        self._per_s, self._lock, self._free_at = per_s, threading.Lock(), 0.0
+
+    def wait(self, nbytes: int) -> None:
+        """Wait until bytes may pass."""
+        if self._per_s is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            self._free_at = start + nbytes / self._per_s
+        time.sleep(start - now)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -130,7 +130,7 @@ class HostSave(CheckpointSave):
         for other in tier.protection.copied_by(process):
             paths = {path for path, _ in layout.files[other] if not self._has(path)}
             source = dataclasses.replace(committed, directory=name)
-            copy_verified(tier.opener(other), source, attempt, self._settings, self._progress, paths)
+            copy_verified(tier.opener(other), source, attempt, self._settings, self._read_elsewhere, paths)
         members = tier.protection.set_of(process)
         if members is not None:
             self._write_parity(attempt, layout, members, name)
@@ -146,6 +146,10 @@ class HostSave(CheckpointSave):
             return ()
         return super()._upload_own_files(part, own_files)
 
+    def _read_elsewhere(self, nbytes: int) -> None:
+        self._tier.limit.wait(nbytes)
+        self._progress(nbytes)
+
     def _has(self, path: str) -> bool:
         return self._backend.kind(f"{self._directory}/{path}") == "file"
 
@@ -158,7 +162,6 @@ class HostSave(CheckpointSave):
                 for window in parity_windows(stripes, stripe, which, chunk_of):
                     sink.write_at(at, window)
                     at += len(window)
-                    self._progress(len(window))
                 sink.finish(at, sync=False)
             finally:
                 sink.abandon()
@@ -171,6 +174,7 @@ class HostSave(CheckpointSave):
         stream = stream_reader([size for _, size in names], files)
 
         def read(at: int, target: np.ndarray) -> None:
+            self._read_elsewhere(len(target))
             stream(start + at, target)
 
         return read

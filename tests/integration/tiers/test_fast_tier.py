@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -74,6 +75,15 @@ def test_ls_says_what_a_host_does_not_have(job_of: JobOf, tmp_path: Path) -> Non
         assert [(each["step"], each["tier"]) for each in found] == [(10, "both"), (11, "fast")]
         assert 0 < found[1]["absent_files"] <= HOSTS - 2  # it has its own files, and a copy of its neighbour's
         assert found[1]["bytes"] == found[0]["bytes"]
+
+
+@pytest.mark.parametrize("redundancy", ["partner", "xor"])
+def test_copies_and_parity_are_no_faster_than_their_limit(job_of: JobOf, tmp_path: Path, redundancy: str) -> None:
+    steps, options = range(1, 31), {"redundancy": redundancy, "max_bytes_per_s": 1 << 20}
+    start = time.monotonic()
+    job_of(2, 1).call(fast.save_steps, *places(tmp_path), [*steps], None, options)
+    read = (len(steps) - 1) * fast.values_of("rows", 1).nbytes // 2
+    assert time.monotonic() - start > read / (1 << 20)
 
 
 def test_without_redundancy_each_host_is_needed(job_of: JobOf, tmp_path: Path) -> None:
