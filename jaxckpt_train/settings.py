@@ -122,8 +122,8 @@ class FastTierSettings:
             through which it reaches process 0.
         port: the port. 0: any free one.
         timeout_s: how many seconds another host may take to answer.
-        max_bytes_per_s: while a step is protected, each process reads at most so many bytes per second from other
-            hosts, at least 1 MiB; restores are not limited. None: no limit.
+        max_bytes_per_s: how many bytes per second each process may read from other hosts while a step is protected, at
+            least 1 MiB; restores are not limited. None: no limit.
 
     Raises:
         SettingsError: a value is out of range or of the wrong type.
