@@ -199,6 +199,7 @@ fast-tier: $(STAMP)  ## kill and erase hosts of jobs with a fast tier, and send 
 	$(BIN)/python -m tests.nightly.tiers.lost_hosts --trials 100
 	$(BIN)/python -m tests.nightly.tiers.lost_hosts --trials 100 --redundancy xor
 	$(BIN)/python -m tests.nightly.tiers.lost_hosts --trials 100 --redundancy p+q --killed 2
+	$(BIN)/python -m tests.nightly.tiers.lost_hosts --trials 100 --hosts 8
 	$(BIN)/python -m tests.nightly.tiers.frames
 
 bench-quick: $(STAMP)  ## run a smaller benchmark in a few minutes

@@ -15,8 +15,8 @@ from tests.support.jobs import training
 from tests.support.jobs.arrays import Spec, digest_of, holds, sharding_of
 
 SHAPES: dict[str, tuple[list[int], str]] = {
-    "rows": ([60, 1000], "float32"),
-    "columns": ([16, 60], "int32"),
+    "rows": ([120, 500], "float32"),
+    "columns": ([16, 120], "int32"),
     "same": ([3001], "float16"),
     "empty": ([8, 0], "float32"),
     "one": ([], "float32"),
