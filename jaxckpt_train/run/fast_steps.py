@@ -238,7 +238,9 @@ class FastSteps:
         found: dict[int, list[str]] = {process: [] for process in range(processes)}
         leaders, is_own = self.tier.hosts.leaders(), name in self._of_this_job
         for writer, names in layout.files.items():
-            process = writer if is_own else self.tier.holder(name, names) or leaders[writer % len(leaders)]
+            process = writer if is_own else self.tier.holder(name, names)
+            if process is None:
+                process = leaders[writer % len(leaders)]
             found[process] += [path for path, _ in names]
         return found
 

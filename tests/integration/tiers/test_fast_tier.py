@@ -187,3 +187,13 @@ def test_another_mesh_of_two_dimensions(
     with lost(tmp_path / "fast", ["host1"] if before[0] > 1 else []):
         answers = job_of(*after).call(fast.restore_on_mesh, *places(tmp_path), [4, 2])
     assert answers == [[11, []]] * after[0]
+
+
+def test_each_host_drains_the_files_that_it_has(job_of: JobOf, tmp_path: Path) -> None:
+    job = job_of(2, 1)
+    saved(job, tmp_path, [11], "none")
+    for paths in job.call(fast.drained_by, *places(tmp_path), ["host1", "host0"]):
+        assert all("p00001" in path for path in paths[0])
+        assert all("p00000" in path for path in paths[1])
+        assert paths[0]
+        assert paths[1]

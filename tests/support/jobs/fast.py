@@ -106,6 +106,15 @@ def restore_on_mesh(slow: str, fast: str, mesh: list[int]) -> list[Any]:
         return [manager.restored_step, [name for name in SHAPES if not holds(found[name], values_of(name, 11))]]
 
 
+def drained_by(slow: str, fast: str, hosts: list[str]) -> list[list[str]]:
+    """Return which files of the newest step each process would copy to the slow tier."""
+    with manager_of(slow, fast, hosts, {"redundancy": "none"}) as manager:
+        manager.restore({"state": state_of(0)})
+        assert manager._fast is not None
+        name = manager._fast._run.fast_line()[-1].name
+        return list(manager._fast.paths_by_process(name, jax.process_count()).values())
+
+
 def continues(slow: str, fast: str, steps: list[int]) -> list[Any]:
     """Restore, drain what was restored, and save steps; return the step, and the steps of both tiers in the end."""
     with manager_of(slow, fast, None, {}) as manager:
