@@ -28,6 +28,7 @@ from jaxckpt_train.run.catalog import (
     warn_about_uncommitted,
 )
 from jaxckpt_train.run.entry import (
+    UNKNOWN_SAVES,
     Entry,
     Restored,
     ResumePoint,
@@ -184,8 +185,10 @@ class RunDirectory:
         with self._guard:
             self._take_record()
             self._run_id = self._record.record.run or owning_run(self._entries) or self._run_id
-            if self.fast_tier is not None and self._record.record.run != self._run_id:
+            if self.fast_tier is not None:
+                # Hosts that this job does not have may have steps that it cannot see: its saves get higher numbers.
                 self._record.name_run(self._run_id)
+                self._highest = max(self._highest, self._record.record.number * UNKNOWN_SAVES)
             self._left = self._origin.left_behind(self._all(), self._left)
         self._write_damage_reports()
         self.take_deleted()  # deletions are counted from here

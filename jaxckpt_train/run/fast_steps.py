@@ -88,6 +88,7 @@ class FastSteps:
         self.clock, self.abandoned = clock, threading.Event()
         self._drains = list[_Copying]()  # each waits for the one before
         self._of_this_job, self._bytes = set[str](), dict[str, int]()  # by name; the bytes: on the fullest host
+        self._foreign = list[str]()  # steps of a run whose directory was deleted, or is not mounted
         self._is_clean = False
         self._is_leaving, self._ends_at = False, math.inf  # by time.monotonic()
         self.drain_s = 0.0  # what the last copy took
@@ -95,16 +96,12 @@ class FastSteps:
 
     def look(self) -> None:
         """Find out what is on the fast tier. The steps are candidates of a restore from then on."""
-        self._look()
-
-    def _look(self) -> tuple[str, ...]:
-        """As `look`; also return the names of steps of another run, whose directory was deleted."""
         self.tier.join(self._job_sync.job, coordinator_host())
         names = self.tier.look(self._job_sync.job)
         sent = self._job_sync.on_primary("reading the fast tier", lambda: self._found(names), time.monotonic)
         found = msgspec.convert(sent, _Found)
         self._run.fast, self._bytes = list(found.entries), self.tier.host_bytes()
-        return found.foreign
+        self._foreign = list(found.foreign)
 
     @time_limited
     def _found(self, names: Sequence[str]) -> _Found:
@@ -135,9 +132,15 @@ class FastSteps:
         self.tier.join(self._job_sync.job, coordinator_host())
         if self.tier.is_leader:
             self.tier.clean()
-        foreign = self._look()
-        if self.tier.is_leader:
-            self.tier.remove(foreign)
+        self.look()
+        if self._foreign and self._job_sync.is_primary:
+            _log.warning(
+                "%s: has steps of another run in %s (%s): that was deleted, or is not mounted. They are removed once "
+                "this run has a step there",
+                self.tier.directory,
+                self._run.directory,
+                ", ".join(self._foreign),
+            )
         self._is_clean = True
 
     def refuse(self, step: int) -> None:
@@ -160,6 +163,9 @@ class FastSteps:
         held = {drain.subject for drain in self._drains if not drain.done()}
         self._bytes[name] = host_bytes
         removed = [each for each in self._expired(fast) if each not in held]
+        if self._foreign and self._run.infos():
+            removed += self._foreign
+            self._foreign = []
         if drains and not self._has_time(int(info["step"])):
             drains = False
         elif drains and not must_drain and len(held) >= _MOST_DRAINS:

@@ -415,7 +415,7 @@ class RecordKeeper:
                 )
 
     def name_run(self, run: str) -> None:
-        """Record the id of the run."""
+        """Record the id of the run, which also counts its owners."""
         with self._guard:
             self._write(msgspec.structs.replace(self.record, run=run))
 

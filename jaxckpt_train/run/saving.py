@@ -217,7 +217,7 @@ class StepSave:
         self._is_owner = True  # without ownership nothing is written, not even to the history
         if self._fast is not None:
             self._record["name"] = name = new_step_name(self._step)
-            return begin_on_host(self._fast.tier, name, self._settings)
+            return begin_on_host(self._fast.tier, name, self._settings, self._run.check_owner)
         self._record["name"] = name = self._run.next_step_name(self._step)
         publish = functools.partial(self._run.publish, name, self.info)
         return begin(self._run.backend, f"{self._run.directory}/{name}", self._settings, publish, is_step=True)

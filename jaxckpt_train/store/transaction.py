@@ -413,9 +413,21 @@ class HostAttempt(Transaction):
     one host has a COMMIT. `directory` is the attempt of this host, which several of its processes may create.
     """
 
-    def __init__(self, backend: Backend, final: str, settings: StoreSettings, directory: str | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        final: str,
+        settings: StoreSettings,
+        directory: str | None = None,
+        before_publishing: Callable[[], None] | None = None,
+    ) -> None:
         self._given = directory
-        super().__init__(backend, final, settings)
+        super().__init__(backend, final, settings, before_publishing)
+
+    def check_before_publishing(self) -> None:
+        """Raise what would prevent the publication, before any host publishes."""
+        if self._before_publishing is not None:
+            self._before_publishing()
 
     def _begin(self, backend: Backend, settings: StoreSettings) -> str:
         if self._given is None:

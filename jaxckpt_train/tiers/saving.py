@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -135,6 +135,7 @@ class HostSave(CheckpointSave):
         if members is not None:
             self._write_parity(attempt, layout, members, name)
         attempt.sync()
+        attempt.check_before_publishing()
         return b""
 
     def _upload_own_files(self, part: StagedPart, own_files: OwnFiles) -> tuple[FileRecord, ...]:
@@ -203,6 +204,8 @@ def _finish(attempt: HostAttempt) -> None:
     attempt.finish()
 
 
-def begin_on_host(tier: FastTier, name: str, settings: StoreSettings) -> Transaction:
+def begin_on_host(
+    tier: FastTier, name: str, settings: StoreSettings, before_publishing: Callable[[], None]
+) -> Transaction:
     """In the primary: begin an attempt at a step of the fast tier."""
-    return HostAttempt(tier.files, f"{tier.directory}/{name}", settings)
+    return HostAttempt(tier.files, f"{tier.directory}/{name}", settings, before_publishing=before_publishing)

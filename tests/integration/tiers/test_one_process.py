@@ -16,6 +16,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
+from tests.support.locks import take_over
 from tests.support.training_loops import Batches
 
 
@@ -115,7 +116,61 @@ def test_deleted_run_starts_from_scratch(tmp_path: Path) -> None:
     train(tmp_path, 25)
     shutil.rmtree(tmp_path / "slow")
     assert train(tmp_path, 9)[:2] == (0, 9.0)
-    assert steps_in(tmp_path / "fast") == [8, 9]
+    assert train(tmp_path, 12)[:2] == (9, 12.0)
+    assert steps_in(tmp_path / "fast") == [10, 12]
+
+
+def test_run_directory_that_is_not_mounted_costs_no_steps(tmp_path: Path) -> None:
+    train(tmp_path, 25)
+    (tmp_path / "slow").rename(tmp_path / "unmounted")
+    with pytest.raises(RuntimeError, match="as planned"):
+        train(tmp_path, 9, fail_at=8)
+    shutil.rmtree(tmp_path / "slow")
+    (tmp_path / "unmounted").rename(tmp_path / "slow")
+    assert train(tmp_path, 26)[:2] == (25, 26.0)
+
+
+def test_steps_that_another_host_did_not_see_are_older(tmp_path: Path) -> None:
+    def manager_of(host: str) -> jct.StepManager:
+        tier = jct.FastTierSettings(directory=tmp_path / host, interval_steps=1, keep=50)
+        return jct.StepManager(tmp_path / "slow", fast_tier=tier, save_decision_policy=jct.FixedIntervalPolicy(10))
+
+    with manager_of("a") as manager:
+        for step in range(10, 20):
+            assert manager.save(step, {"x": np.full(10, step)})
+    with manager_of("b") as manager:
+        manager.restore()
+        assert manager.restored_step == 10
+        for step in (20, 30):
+            assert manager.save(step, {"x": np.full(10, -step)})
+    with manager_of("a") as manager:
+        assert manager.restore()["x"][0] == -30
+        assert manager.save(31, {"x": np.full(10, -31)})
+
+
+class TakesOver:
+    """An object during whose save another process takes the run over."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+
+    async def save(self, directory: Any) -> Any:
+        async def write() -> None:
+            take_over(self.run)
+
+        return write()
+
+    async def load(self, directory: Any) -> Any: ...
+
+
+def test_save_of_a_run_that_was_taken_over_fails(tmp_path: Path) -> None:
+    tier = jct.FastTierSettings(directory=tmp_path / "fast")
+    manager = jct.StepManager(tmp_path / "slow", fast_tier=tier)
+    assert manager.save(1, {"x": np.full(10, 1)}, fast_only=True)
+    manager.save(2, {"x": np.full(10, 2), "other": TakesOver(tmp_path / "slow")}, fast_only=True)
+    with pytest.raises(jct.DirectoryLockedError):
+        manager.wait()
+    assert steps_in(tmp_path / "fast") == [1]
 
 
 def test_other_run_has_its_own_folder(tmp_path: Path) -> None:
