@@ -147,7 +147,10 @@ class StepManager:
 
     @property
     def latest(self) -> int | None:
-        """The step that was committed last; after a roll-back, on the new branch. None: there is none."""
+        """The step that was committed last; after a roll-back, on the new branch. None: there is none.
+
+        Steps of the fast tier count as far as `fast_steps` has them.
+        """
         found = self._run.newest()
         fast = self._run.fast_line()
         if fast and (not found or fast[-1].order > found[-1].order):

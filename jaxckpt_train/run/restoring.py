@@ -150,6 +150,8 @@ class RunRestore:
 
     def load(self, step: int | None) -> dict[str, Any]:
         """Load a step in this process only; the run continues as before. Arguments and errors as for `restore`."""
+        if self._fast is not None and not self._run.is_owner:  # an owner knows what it has saved
+            self._fast.look()
         return self._read(step, self._load_parts, damaged=step is not None).results
 
     def _read(

@@ -148,6 +148,16 @@ def test_steps_that_another_host_did_not_see_are_older(tmp_path: Path) -> None:
         assert manager.save(31, {"x": np.full(10, -31)})
 
 
+def test_load_finds_fast_steps_and_restores_nothing(tmp_path: Path) -> None:
+    tier = jct.FastTierSettings(directory=tmp_path / "fast")
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+        for step in (1, 2):
+            assert manager.save(step, {"x": np.full(10, step)}, fast_only=step == 2)
+    manager = jct.StepManager(tmp_path / "slow", fast_tier=tier)
+    assert manager.load()["x"][0] == 2
+    assert manager.restored_step is None
+
+
 class TakesOver:
     """An object during whose save another process takes the run over."""
 
