@@ -107,6 +107,7 @@ class RunDirectory:
         # The steps of the fast tier in the order of the saves, as far as they are known; its files and its directory.
         self.fast = list[Entry]()
         self.fast_tier: tuple[Backend, str] | None = None
+        self.chosen: CheckpointInfo | None = None  # the last step saved there that is to be copied from there
         self._is_replica = False  # whether the primary of the job sends the entries, so that the disk is not scanned
         self._infos: tuple[CheckpointInfo, ...] | None = None
         self._being_read = list[str]()
@@ -227,6 +228,11 @@ class RunDirectory:
         """The steps of the fast tier that no roll-back has left behind."""
         with self._guard:
             return [entry for entry in self.fast if entry.name not in self._left]
+
+    def chosen_infos(self) -> tuple[CheckpointInfo, ...]:
+        """As `infos`, with the step that was chosen last, although its copy is not there yet, or has failed."""
+        infos, chosen = self.infos(), self.chosen
+        return infos if chosen is None or (infos and infos[-1].step >= chosen.step) else (*infos, chosen)
 
     def fast_infos(self) -> tuple[CheckpointInfo, ...]:
         """As `infos`, of the fast tier."""
@@ -542,6 +548,7 @@ class RunDirectory:
         if restored.skipped and entry.name in self._left:
             _log.warning("step %d was left behind by a roll-back, but no later step is intact", entry.step)
         with self._guard:
+            self.chosen = None
             self._origin.restored(entry, self._all() if there is None else there)
             if self.is_owner:
                 before, self._left = self._left, left_behind_by(entry, self._all())

@@ -166,6 +166,8 @@ class FastSteps:
         if self._foreign and self._run.infos():
             removed += self._foreign
             self._foreign = []
+        if drains:
+            self._run.chosen = fast[-1].info()
         if drains and not self._has_time(int(info["step"])):
             drains = False
         elif drains and not must_drain and len(held) >= _MOST_DRAINS:

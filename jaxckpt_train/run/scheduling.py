@@ -70,7 +70,7 @@ class SaveScheduler:
         self._run, self._save_slot, self._clock, self._job_sync = run, save_slot, clock, job_sync
         self._policy = self._fast_policy = None
         if policy is not None:
-            self._policy = _Asked(policy, run.infos, job_sync.processes, "whether to save")
+            self._policy = _Asked(policy, run.chosen_infos, job_sync.processes, "whether to save")
         if fast_policy is not None:
             self._fast_policy = _Asked(fast_policy, run.fast_infos, job_sync.processes, "whether to save fast")
         self._started = clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import json
 import os
@@ -17,6 +18,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
 from tests.support.locks import take_over
+from tests.support.runs import START
 from tests.support.training_loops import Batches
 
 
@@ -156,6 +158,22 @@ def test_load_finds_fast_steps_and_restores_nothing(tmp_path: Path) -> None:
     manager = jct.StepManager(tmp_path / "slow", fast_tier=tier)
     assert manager.load()["x"][0] == 2
     assert manager.restored_step is None
+
+
+def test_slow_storage_does_not_make_saves_more_frequent(tmp_path: Path) -> None:
+    now, backend = [START], HoldingBackend("rename", "slow/step-")
+    tier = jct.FastTierSettings(directory=tmp_path / "fast", interval_steps=1000)
+    policy = jct.EverySecondsPolicy(10)
+    with jct.StepManager(
+        tmp_path / "slow", fast_tier=tier, save_decision_policy=policy, backend=backend, clock=lambda: now[0]
+    ) as manager:
+        saved = list[int]()
+        for step in range(1, 100):
+            now[0] += datetime.timedelta(seconds=1)
+            saved += [step] if manager.save(step, {"x": np.full(10, step)}) else []
+            manager._save_slot.wait_until_ended()  # not for the copy
+        backend.go.set()
+    assert saved == [*range(10, 100, 10)]
 
 
 class TakesOver:
