@@ -551,8 +551,8 @@ class StepManager:
         `waits_for_copies`: also wait until steps of the fast tier are copied to the directory of the run.
         """
         error = self._save_slot.settle(time_limit("timeout_s", timeout_s), until=until)
-        if error is None and waits_for_copies and self._fast is not None:
-            error = self._fast.settle(timeout_s, until)
+        if waits_for_copies and self._fast is not None:
+            error = self._fast.settle(timeout_s, until, error)
         return error
 
     def leave_when(self, is_asked: Callable[[], bool], is_time_up: Callable[[], bool]) -> None:

@@ -211,8 +211,18 @@ class FastSteps:
         """
         tracker, before = ProgressTracker(), self._drains[-1] if self._drains else None
         work = functools.partial(_Drain(self, self._run, job, self._store, tracker).run, name, step, before)
-        self._drains = [drain for drain in self._drains if not drain.done() or drain.error() is not None]
+        self._drop_ended()
         self._drains.append(start_save(name, work, tracker=tracker))
+
+    def _drop_ended(self) -> None:
+        """Forget the copies that have ended, except the first that failed: `settle` returns its error."""
+        ended = [drain for drain in self._drains if drain.done()]
+        for drain in ended:
+            drain.wait_until_ended()  # it may not have its error yet
+        failed = [drain for drain in ended if drain.error() is not None]
+        for drain in failed[1:]:
+            drain.outcome()  # the log has its error, which counts as seen
+        self._drains = [drain for drain in self._drains if drain not in ended or drain in failed[:1]]
 
     def leave(self, left_s: float | None) -> None:
         """Record that the job was asked to stop, and has `left_s` seconds left; None: no limit."""
@@ -252,26 +262,27 @@ class FastSteps:
             found[process] += [path for path, _ in names]
         return found
 
-    def settle(self, timeout_s: float | None, until: Callable[[], bool] | None) -> BaseException | None:
-        """Wait for the copies that are running as `PendingSave.outcome`, and return the first error.
+    def settle(
+        self, timeout_s: float | None, until: Callable[[], bool] | None, failed: BaseException | None
+    ) -> BaseException | None:
+        """Wait for all copies as `PendingSave.outcome`, and return `failed`, the error of a save, or their first error.
 
         If the job has to end, a copy that is not done in time is abandoned, which loses nothing.
         """
-        while self._drains:
-            drain = self._drains[0]
+        drains, ends_at = self._drains, math.inf if timeout_s is None else time.monotonic() + timeout_s
+        with suppress_secondary(failed, self._run.directory):
             try:
-                error = drain.outcome(timeout_s, LAST_PATIENCE_S if timeout_s is None else None, until)
+                for drain in drains:
+                    left_s = None if timeout_s is None else max(0.0, ends_at - time.monotonic())
+                    drain.outcome(left_s, LAST_PATIENCE_S if timeout_s is None else None, until)
             except CheckpointTimeoutError as late:
                 if not self._is_leaving:
                     raise
                 _log.warning("%s; it stays on the fast tier, and the next job copies it", late)
                 self.abandoned.set()
-                self._drains = []
-                return None
-            self._drains.pop(0)
-            if error is not None:
-                return error
-        return None
+            self._drains = [drain for drain in self._drains if drain not in drains]
+        errors = [failed, *(drain.error() for drain in drains)]
+        return next((error for error in errors if error is not None), None)
 
     def progress(self, tracker: ProgressTracker, done: int) -> None:
         """Count bytes of a copy. Raises CheckpointError: the copy is abandoned, because the job has to end."""

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.pending import under_way
 from jaxckpt_train.store.backends.local import LocalBackend
-from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
+from tests.support.fake_backends import HoldingBackend, RefusingBackend, SlowBackend, callback_on
 from tests.support.locks import take_over
 from tests.support.runs import START
 from tests.support.training_loops import Batches
@@ -302,6 +303,60 @@ def test_slow_tier_that_refuses_is_reported_and_tried_again(tmp_path: Path) -> N
         assert manager.save(20, {"x": np.full(10, 20)})
     assert steps_in(tmp_path / "slow") == [20]
     assert not [each for each in (tmp_path / "slow").iterdir() if ".tmp-" in each.name]
+
+
+class SlowlyRefusing(SlowBackend):
+    """Limits the rate of writes, and refuses one kind of operation on matching paths."""
+
+    def _pass(self, operation: str, path: str) -> None:
+        if operation == self._operation and self._part in path:
+            raise jct.StorageError(errno.EIO, "refused", path)
+
+
+def test_close_waits_for_all_copies_and_reports_the_first_error(tmp_path: Path) -> None:
+    backend = SlowlyRefusing(10_000, "rename", "slow/step-0000000010")
+    manager = run_on(tmp_path, backend, interval_steps=1)
+    for step in (10, 20):
+        assert manager.save(step, {"x": np.full(10, step)})
+    with pytest.raises(jct.StorageError):
+        manager.close()
+    assert steps_in(tmp_path / "slow") == [20]
+
+
+class Unwritable:
+    """An object that writes its own files, and fails."""
+
+    async def save(self, directory: Path) -> Any:
+        async def write() -> None:
+            raise RuntimeError("as planned")
+
+        return write()
+
+    load = save
+
+
+def test_close_waits_for_copies_after_a_failed_save(tmp_path: Path) -> None:
+    manager = run_on(tmp_path, SlowBackend(10_000), interval_steps=1)
+    assert manager.save(10, {"x": np.full(10, 10)})
+    assert manager.save(11, {"x": np.full(10, 11), "object": Unwritable()})
+    with pytest.raises(RuntimeError, match="as planned"):
+        manager.close()
+    assert steps_in(tmp_path / "slow") == [10]
+
+
+def test_copies_that_all_fail_are_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    backend, before = RefusingBackend("rename", "slow/.step-", errno.EIO, 10), {*under_way}
+    with run_on(tmp_path, backend, interval_steps=1) as manager:
+        for step in range(10, 110, 10):
+            assert manager.save(step, {"x": np.full(10, step)})
+            while caplog.text.count("was not drained") < step // 10:
+                manager.fast_steps  # noqa: B018  # the copy fails in the background
+        assert len(under_way - before) <= 3
+        with pytest.raises(jct.StorageError) as failed:
+            manager.wait()
+        assert "step-0000000010" in str(failed.value)
+        manager.wait()
+    assert steps_in(tmp_path / "slow") == []
 
 
 def test_steps_that_take_too_much_are_not_kept(tmp_path: Path) -> None:
