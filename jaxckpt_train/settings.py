@@ -52,7 +52,8 @@ class ObjectStoreSettings:
         connect_timeout_s: the time limit of a connection.
         request_timeout_s: the time limit of one request with its body. It is then repeated, since a connection may
             stall for ever. `concurrency` parts at once must get through in this time: by default, at 14 Mbit/s.
-        retries: how often a request that failed (429, 5xx, a broken connection) is repeated.
+        retries: how often a request that failed (429, 5xx, a broken connection) is repeated, after a pause. Ten
+            take about fifteen seconds.
         retry_timeout_s: after this time, a request that failed is not repeated any more.
         delete_grace_s: how long the data of a deleted step stays, for readers that have opened it. They hold no open
             files there.

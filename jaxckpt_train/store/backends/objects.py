@@ -131,6 +131,7 @@ def _new_client(key: tuple[str, ObjectStoreSettings, str]) -> ObjectStore:
     retries = {
         "max_retries": settings.retries,
         "retry_timeout": datetime.timedelta(seconds=settings.retry_timeout_s),
+        "backoff": _PAUSES,
     }
     try:
         return kind(name, config=config, retry_config=retries)  # type: ignore[no-any-return]
@@ -138,6 +139,13 @@ def _new_client(key: tuple[str, ObjectStoreSettings, str]) -> ObjectStore:
         raise SettingsError(f"{bucket}: object_store: {_shown(error)}") from None
 
 
+# Pauses are drawn between the first one and twice the one before. obstore begins with 0.1 s, and has used up ten
+# retries after two or three seconds, before a server has restarted.
+_PAUSES = {
+    "init_backoff": datetime.timedelta(milliseconds=500),
+    "max_backoff": datetime.timedelta(seconds=15),
+    "base": 2,
+}
 _ENDPOINT_OPTION = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
 _ENDPOINT_VARIABLES = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
