@@ -220,7 +220,7 @@ class FastTier:
             if entry.kind != "directory" or not entry.name.startswith("step-"):
                 continue
             try:
-                committed = read_committed(self.files, path)
+                committed = read_committed(LocalBackend(), path)  # only what is here
                 if committed is not None:
                     found.append(HeldStep(entry.name, committed[1], self._sizes(path)))
             except CheckpointError as error:

@@ -194,7 +194,7 @@ class Flips:
 
 
 def campaign(
-    runs: list[Run], trials: int, seed: int, restores: int = 1, settings: jct.StoreSettings | None = None
+    runs: list[Run], trials: int, seed: int, restores: int = 3, settings: jct.StoreSettings | None = None
 ) -> Flips:
     """Run trials on each run in turn."""
     found, log = Flips(seed, restores, settings), logging.getLogger("jaxckpt_train")
@@ -215,7 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trials", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--restores", type=int, default=1, help="how often a manager restores in each trial")
+    parser.add_argument("--restores", type=int, default=3, help="how often a manager restores in each trial")
     parser.add_argument("--control", action="store_true", help="compare no digests, which must be found")
     options = parser.parse_args()
     settings = jct.StoreSettings(verify_on_load=not options.control)
