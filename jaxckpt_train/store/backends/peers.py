@@ -36,10 +36,10 @@ from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backends.base import Opener, storage_error
 
 MAX_BODY_BYTES, MAX_PAYLOAD_BYTES = 64 << 10, 4 << 20
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 64  # and as many newcomers: connections that have not sent a request
 HANDSHAKE_S = 10.0
 IDLE_S = 600.0  # then the server closes a connection
-_PAUSE_S = 0.1
+_PAUSE_S = 0.05
 _MAGIC = b"JCK1"
 _HEADER = struct.Struct(">4sQBII16s16s")
 _SIGNED = _HEADER.size - 16
@@ -156,7 +156,9 @@ def _code(key: bytes, text: bytes) -> bytes:
 class FileServer:
     """Serves the regular files below a directory to clients that know the token, from the constructor to `close`.
 
-    It listens on one address of this host, on a free port. A connection costs a thread and at most 4 MiB.
+    It listens on one address of this host, on a free port. A connection costs a thread and at most 4 MiB. To make room,
+    the server closes the newcomer that is the oldest, or the connection that has waited longest for a request. A client
+    connects again.
 
     Attributes:
         address: the address and the port.
@@ -170,12 +172,13 @@ class FileServer:
             raise storage_error(error.errno or errno.EIO, f"listen on {host}:{port}", directory, str(error)) from error
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         _servers.add(self)
-        self._open, self._lock, self._closed = set[socket.socket](), threading.Lock(), threading.Event()
+        self._open, self._changed, self._closed = set[socket.socket](), threading.Condition(), threading.Event()
+        self._newcomers, self._idle = dict[socket.socket, None](), dict[socket.socket, None]()  # by age
         threading.Thread(target=self._accept, name="jaxckpt-peers", daemon=True).start()
 
     def close(self) -> None:
         """Stop serving; clients that are reading get an error."""
-        with self._lock:
+        with self._changed:
             self._closed.set()
             links = [self._listener, *self._open]
         for link in links:
@@ -191,13 +194,14 @@ class FileServer:
                 if self._closed.wait(_PAUSE_S):
                     return
                 continue
-            with self._lock:
-                is_welcome = not self._closed.is_set() and len(self._open) < MAX_CONNECTIONS
-                if is_welcome:
-                    self._open.add(link)
-            if not is_welcome:
-                link.close()
-                continue
+            with self._changed:
+                if not self._changed.wait_for(lambda: len(self._newcomers) < MAX_CONNECTIONS, _PAUSE_S):
+                    self._evict(self._newcomers)
+                if self._closed.is_set():
+                    link.close()
+                    return
+                self._open.add(link)
+                self._newcomers[link] = None
             name = f"jaxckpt-peer-{link.fileno()}"
             threading.Thread(target=self._serve, args=(link, address), name=name, daemon=True).start()
 
@@ -207,27 +211,56 @@ class FileServer:
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 link.settimeout(HANDSHAKE_S)
                 connection = Connection(link, self._token, is_server=True)
-                link.settimeout(IDLE_S)
                 memory = np.empty(0, np.uint8)
                 while True:
                     kind, body = connection.receive()
                     if kind != _REQUEST:
                         raise FrameError(f"expected a request, found a frame of kind {kind}")
+                    self._admit(link)
+                    link.settimeout(IDLE_S)
                     memory = self._answer(connection, _decoded(body, _Request), memory)
+                    with self._changed:
+                        self._idle[link] = None
         except FrameError as error:
             if not self._closed.is_set() and not isinstance(error, _EndedError):
                 _log.warning("%s: a connection from %s was refused: %s", self._directory, address[0], error)
         except OSError:
             pass  # the client is gone; it reports the error
         finally:
-            with self._lock:
-                self._open.discard(link)
+            with self._changed:
+                self._drop(link)
+
+    def _admit(self, link: socket.socket) -> None:
+        """Let a connection that has sent a request have its answer. Raises FrameError: there is no room for it."""
+        with self._changed:
+            if link in self._newcomers and len(self._open) - len(self._newcomers) >= MAX_CONNECTIONS:
+                self._evict(self._idle)
+            if link not in self._open:
+                raise _EndedError("closed to make room for another connection")
+            self._newcomers.pop(link, None)
+            self._idle.pop(link, None)
+            self._changed.notify()
+
+    def _evict(self, links: dict[socket.socket, None]) -> None:
+        """Close the first of these connections. Raises FrameError: there is none."""
+        if not links:
+            raise _EndedError("all connections are in use")
+        link = next(iter(links))
+        self._drop(link)
+        with contextlib.suppress(OSError):
+            link.shutdown(socket.SHUT_RDWR)  # wakes its thread
+
+    def _drop(self, link: socket.socket) -> None:
+        self._open.discard(link)
+        self._newcomers.pop(link, None)
+        self._idle.pop(link, None)
+        self._changed.notify()
 
     def _answer(self, connection: Connection, request: _Request, memory: np.ndarray) -> np.ndarray:
         """Answer one request; return the memory for the next one."""
         try:
             if not _is_below(request.path) or not 0 <= request.bytes <= MAX_PAYLOAD_BYTES or request.offset < 0:
-                raise FrameError(f"asks for {request.bytes} bytes at {request.offset} of {request.path[:200]!r}")
+                raise storage_error(errno.EINVAL, f"read {request.bytes} bytes at {request.offset}", request.path[:200])
             with contextlib.closing(self._files.open(self._directory, request.path, direct=False)) as source:
                 if len(memory) < request.bytes:
                     memory = np.empty(request.bytes, np.uint8)
@@ -287,7 +320,7 @@ class Peer:
             connection.close()
 
     def _ask(self, request: _Request, into: np.ndarray | None) -> _Content:
-        where = f"{self._address[0]}:{self._address[1]}/{request.path}"
+        where, end_s = f"{self._address[0]}:{self._address[1]}/{request.path}", time.monotonic() + self._timeout_s
         with self._lock:
             connection, is_fresh = (self._idle.pop(), False) if self._idle else (None, True)
         while True:
@@ -298,7 +331,9 @@ class Peer:
             except (OSError, FrameError) as error:
                 if connection is not None:
                     connection.close()
-                if not is_fresh:  # the server may have closed a connection that was idle
+                is_closed = isinstance(error, _EndedError | ConnectionResetError | BrokenPipeError)
+                if not is_fresh or (is_closed and time.monotonic() < end_s):  # the server may have had to make room
+                    time.sleep(_PAUSE_S if is_fresh else 0.0)
                     connection, is_fresh = None, True
                     continue
                 code = (error.errno if isinstance(error, OSError) else None) or errno.EIO
@@ -314,21 +349,13 @@ class Peer:
             raise storage_error(failure.errno, "read the file of another host", where, failure.reason)
 
     def _connect(self) -> Connection:
-        """Connect, and wait while the server has too many connections, which it closes at once."""
-        end_s = time.monotonic() + self._timeout_s
-        while True:
-            link = socket.create_connection(self._address, self._timeout_s)
-            try:
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return Connection(link, self._token, is_server=False)
-            except (_EndedError, ConnectionError):
-                link.close()
-                if time.monotonic() >= end_s:
-                    raise
-                time.sleep(_PAUSE_S)
-            except BaseException:
-                link.close()
-                raise
+        link = socket.create_connection(self._address, self._timeout_s)
+        try:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return Connection(link, self._token, is_server=False)
+        except BaseException:
+            link.close()
+            raise
 
 
 class PeerSource:

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +212,46 @@ def test_many_connections_at_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert wrong == []
+
+
+@contextlib.contextmanager
+def clients_of(first: Peer) -> Iterator[list[Peer]]:
+    """A hundred clients of the same server."""
+    clients = [Peer(number, first._address, TOKEN, 20.0) for number in range(100)]
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_idle_clients_make_room_for_others(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"data")
+    with served(tmp_path) as peer, clients_of(peer) as clients:
+        for client in [*clients, *clients]:
+            assert client.open("data").size == 4
+
+
+def test_clients_that_read_at_once_all_get_their_bytes(tmp_path: Path) -> None:
+    content = np.random.default_rng(3).integers(0, 256, 1 << 16, np.uint8)
+    (tmp_path / "data").write_bytes(content.tobytes())
+
+    def read(client: Peer) -> bool:
+        found = np.empty((5, len(content)), np.uint8)
+        for row in found:
+            client.open("data").read_into(0, row, len(row))
+        return bool((found == content).all())
+
+    with served(tmp_path) as peer, clients_of(peer) as clients, ThreadPoolExecutor(len(clients)) as pool:
+        assert list(pool.map(read, clients)) == [True] * len(clients)
+
+
+def test_silent_strangers_keep_nobody_out(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"data")
+    with served(tmp_path) as peer, contextlib.ExitStack() as strangers:
+        for _ in range(100):
+            strangers.enter_context(socket.create_connection(peer._address, 5))
+        assert peer.open("data").size == 4
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")  # JAX has threads, which the child does not use
