@@ -510,6 +510,8 @@ class StepManager:
         with polling(progress):
             results, self.restored_step = restore.restore(step, warns=not roll_back)
         unchanged = self._unchanged if self._fast is None else self._fast.unchanged
+        if self._fast is not None:
+            self._save_scheduler.renews_copies = self._fast.tier.protection.survives() > 0
         unchanged.restored(restore.backend, restore.committed, self._job_sync.job.process, self.settings)
         return results
 

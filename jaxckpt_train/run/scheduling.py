@@ -56,6 +56,9 @@ class SaveScheduler:
     primary, about once a second, and every other policy, such as a user's, by the primary at every step.
 
     `fast_policy` decides which other steps are saved to the fast tier.
+
+    Attributes:
+        renews_copies: whether the next step is saved at least to the fast tier, because hosts may have been lost.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class SaveScheduler:
         job_sync.decides = decided_locally(policy)
         if fast_policy is not None:
             job_sync.decides += f"; to the fast tier: {decided_locally(fast_policy)}"
-        self.reached_preemption = False
+        self.reached_preemption = self.renews_copies = False
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
         """Return whether to save a step, and why; see `StepManager.decide`."""
@@ -88,6 +91,8 @@ class SaveScheduler:
             decision = self._decide(self._policy, step, metrics)
             if not decision.save and self._fast_policy is not None:
                 fast = self._decide(self._fast_policy, step, metrics)
+                if self.renews_copies:
+                    return Decision(True, "the first update after a restore: renews copies on other hosts", fast=True)
                 if fast.save:
                     return Decision(True, fast.reason, fast=True)
             return decision
@@ -154,6 +159,7 @@ class SaveScheduler:
 
     def save_started(self) -> None:
         """Forget the last decisions, since a save has started."""
+        self.renews_copies = False
         for asked in (self._policy, self._fast_policy):
             if asked is not None:
                 asked.last = None

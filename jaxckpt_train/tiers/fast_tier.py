@@ -204,8 +204,8 @@ class FastTier:
         leader = self.hosts.leader(job.process)
         self._held = {each: held[each] for each in self.hosts.leaders()}
         others = {self._peers[each]: held[each] for each in self.hosts.leaders() if each != leader}
-        self.files.know({step.name for step in held[leader]}, others)
-        return sorted({step.name for steps in held for step in steps})
+        self.files.know(held[leader], others)
+        return sorted({step.name for steps in held for step in steps if step.is_intact})
 
     def _encoded_steps(self, process: int) -> bytes:
         steps = self._steps_here() if self.hosts.leader(process) == process else []
@@ -213,18 +213,18 @@ class FastTier:
 
     @time_limited
     def _steps_here(self) -> list[HeldStep]:
-        """The steps of which this host has an intact manifest."""
+        """The steps of which this host has files."""
         found = list[HeldStep]()
         for entry in self.files.list(self.directory):
             path = f"{self.directory}/{entry.name}"
             if entry.kind != "directory" or not entry.name.startswith("step-"):
                 continue
+            is_intact = False
             try:
-                committed = read_committed(LocalBackend(), path)  # only what is here
-                if committed is not None:
-                    found.append(HeldStep(entry.name, committed[1], self._sizes(path)))
+                is_intact = read_committed(LocalBackend(), path) is not None  # only what is here
             except CheckpointError as error:
-                _log.warning("%s: ignored on this host: %s", path, error)
+                _log.warning("%s: %s; the manifest of another host is used", path, error)
+            found.append(HeldStep(entry.name, is_intact, self._sizes(path)))
             report_progress()
         return found
 

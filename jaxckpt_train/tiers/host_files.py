@@ -32,10 +32,10 @@ Name = tuple[str, int]  # the path of a file in its step, and its size
 
 
 class HeldStep(msgspec.Struct, frozen=True):
-    """What one host has of a step: the SHA-256 of its manifest, and the size of each file by its path in the step."""
+    """What one host has of a step: whether COMMIT and manifest are intact, and the sizes of its files by path."""
 
     name: str
-    sha256: str
+    is_intact: bool
     files: dict[str, int]
 
 
@@ -122,9 +122,9 @@ class HostFiles(LocalBackend):
         self._layouts: dict[str, Layout] = {}
         self._intact: Collection[str] | None = None
 
-    def know(self, own: Collection[str], held: Mapping[Peer, Sequence[HeldStep]]) -> None:
-        """Set the steps of which this host has an intact manifest, and what the other hosts hold."""
-        self._holders, self._layouts, self._intact = {}, {}, own
+    def know(self, own: Sequence[HeldStep], held: Mapping[Peer, Sequence[HeldStep]]) -> None:
+        """Set what this host has, and what the others have."""
+        self._holders, self._layouts, self._intact = {}, {}, {step.name for step in own if step.is_intact}
         for peer, steps in held.items():
             for step in steps:
                 self._holders.setdefault(step.name, []).append((step, peer))
@@ -158,8 +158,10 @@ class HostFiles(LocalBackend):
 
     def _having(self, step: str, path: str) -> list[Peer]:
         """The other hosts that have a file, of the right size if that is known."""
-        size = None if path in (COMMIT_NAME, MANIFEST_NAME, LAYOUT_NAME) else self._size(step, path)
-        holders = [(held.files.get(path), peer) for held, peer in self._holders.get(step, ())]
+        is_metadata = path in (COMMIT_NAME, MANIFEST_NAME, LAYOUT_NAME)
+        size = None if is_metadata else self._size(step, path)
+        able = [(held, peer) for held, peer in self._holders.get(step, ()) if held.is_intact or not is_metadata]
+        holders = [(held.files.get(path), peer) for held, peer in able]
         return [peer for found, peer in holders if found is not None and size in (None, found)]
 
     def open_here(self, directory: str, name: str, direct: bool | Literal["auto"] = False) -> Source:

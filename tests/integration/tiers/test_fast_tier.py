@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME
+from jaxckpt_train.tiers.host_files import LAYOUT_NAME
 from tests.support.commands import json_of
 from tests.support.jobs import fast
 from tests.support.jobs.fixtures import JobOf
@@ -130,6 +132,31 @@ def test_damaged_bytes_come_from_elsewhere(job_of: JobOf, tmp_path: Path, redund
                 file.unlink()
             assert restored(job, tmp_path, redundancy) == 11, f"{damage} at {at} of {file}"
             file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", [COMMIT_NAME, MANIFEST_NAME, LAYOUT_NAME])
+def test_host_with_damaged_metadata_still_gives_its_files(job_of: JobOf, tmp_path: Path, name: str) -> None:
+    job, tier = job_of(HOSTS, 1), tmp_path / "fast"
+    saved(job, tmp_path, [10, 11], "partner")
+    for damaged, gone in itertools.permutations(range(HOSTS), 2):
+        (file,) = tier.glob(f"host{damaged}/run-*/step-*0011*/{name}")
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with lost(tier, [f"host{gone}"]):
+            assert restored(job, tmp_path) == 11
+        file.write_bytes(whole)
+
+
+def test_first_update_after_a_restore_renews_copies(job_of: JobOf, tmp_path: Path) -> None:
+    job, tier = job_of(HOSTS, 1), tmp_path / "fast"
+    arguments = (*places(tmp_path), 5, {"save_interval_steps": 100, "save_on_exit": False})
+    job.call(fast.loop, *arguments)  # it saves steps 2 and 4
+    for host, step in (("host1", 4), ("host2", 5), ("host0", 5)):
+        with lost(tier, [host]):
+            assert job.call(fast.loop, *arguments)[0][0] == step
+            kept = shutil.copytree(tier / host, tmp_path / host)
+        shutil.rmtree(tier / host)
+        kept.rename(tier / host)
 
 
 def test_next_job_continues_after_the_fast_step(job_of: JobOf, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 A job of four hosts saves steps, once for each redundancy. In each trial one byte of a file of the newest step changes
 on one host, and in half of them another host is lost. Then this process restores the run, with the directory of one
 host, or of a new one; the others are served over loopback. The bytes must be right. The step must be the newest one,
-unless a host is lost and one more cannot be: then it may be the one before.
+unless a host is lost and there is no second copy of the damaged data: then it may be the one before.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def look(here: FastTier, others: Mapping[Peer, FastTier], job: Coordinator) -> l
     """As `FastTier.look`, with hosts that are no processes of the job."""
     own, held = here._steps_here(), {peer: tier._steps_here() for peer, tier in others.items()}
     here._held = dict(enumerate([own, *held.values()]))
-    here.files.know({step.name for step in own}, held)
-    return sorted({step.name for steps in here._held.values() for step in steps})
+    here.files.know(own, held)
+    return sorted({step.name for steps in here._held.values() for step in steps if step.is_intact})
 
 
 @functools.cache
@@ -178,7 +178,7 @@ class Flips:
             shutil.rmtree(run.slow)
             shutil.copytree(run.folder / "pristine", run.slow, symlinks=True)
             shutil.rmtree(run.folder / "fast" / "new", ignore_errors=True)
-        may_be_older = lost is not None and run.redundancy != "p+q"
+        may_be_older = lost is not None and run.redundancy != "p+q" and kind not in METADATA.values()
         if not set(steps) <= ({OLDER, NEWEST} if may_be_older else {NEWEST}):
             self._problem(f"{subject}: restored {steps}")
         is_newest = bool(steps) and min(steps) == NEWEST
