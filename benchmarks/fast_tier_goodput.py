@@ -36,9 +36,14 @@ PAGE = "fast-tier-goodput.md"
 MIB = 1 << 20
 HOSTS, UPDATE_S, SLOW_MIB_PER_S, STATE_MIB = 4, 0.1, 20.0, 128
 SECONDS, QUICK_SECONDS, KILLS, QUICK_KILLS = 600.0, 60.0, 24, 3
-FAST_STEPS, SLOW_STEPS = 5, 100
+FAST_STEPS, SLOW_STEPS = 20, 100
 POLL_S, LONGEST_S = 0.1, 300.0
-PRELOADED = ["benchmarks.fast_tier_goodput_turns", "jax.experimental.multihost_utils", "jaxckpt_train.callback"]
+PRELOADED = [
+    "benchmarks.fast_tier_goodput",
+    "benchmarks.fast_tier_goodput_turns",
+    "jax.experimental.multihost_utils",
+    "jaxckpt_train.callback",
+]
 
 HOW_TO_READ = f"""\
 {HOSTS} processes stand for hosts. Each kill ends one of them by SIGKILL at a random moment and erases its directory of
@@ -99,7 +104,7 @@ def committed(folder: Path) -> set[str]:
     """The names of the committed steps of either library below a folder."""
     found = set[str]()
     for path, folders, files in os.walk(folder):
-        if "COMMIT" in files:
+        if "COMMIT" in files and not os.path.basename(path).startswith("."):  # else it is not published yet
             found.add(os.path.basename(path))
         found.update(name for name in folders if name.isdigit())
         folders[:] = [] if "COMMIT" in files else [name for name in folders if not name.isdigit()]

@@ -158,8 +158,8 @@ class OrbaxEmergency:
         step = self._manager.latest_step()
         if step is None:
             return state, 0
-        self._first = step
-        return self._manager.restore(step).state, step
+        self._first = int(step)  # it may be one of numpy
+        return self._manager.restore(self._first).state, self._first
 
     def steps(self) -> Iterable[int]:
         return range(self._first, ENDLESS)
