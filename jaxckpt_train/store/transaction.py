@@ -102,7 +102,13 @@ MOVE_IT_AWAY = "move it away, or choose another path"
 
 
 class Attempt:
-    """The files that one process writes and syncs in an attempt; a `Transaction` makes them a checkpoint."""
+    """The files that one process writes and syncs in an attempt; a `Transaction` makes them a checkpoint.
+
+    Attributes:
+        tier: names the threads that write it, so that those of a slow storage do not hold up those of a fast one.
+    """
+
+    tier = ""
 
     def __init__(self, backend: Backend, directory: str, settings: StoreSettings) -> None:
         self._backend, self.directory, self._settings = backend, directory, settings
@@ -198,7 +204,7 @@ class Attempt:
         paths = list(self._files) if self._sync else []
         if self._sync_directories:
             paths += [*reversed(self._folders), self.directory]
-        shared_workers(SYNCS_AT_ONCE, "jaxckpt-sync").run_all(self._backend.sync, paths)
+        shared_workers(SYNCS_AT_ONCE, f"jaxckpt-sync{self.tier}").run_all(self._backend.sync, paths)
 
 
 def _walk(backend: Backend, directory: str, name: str) -> Iterator[tuple[str, Entry]]:
@@ -412,6 +418,8 @@ class HostAttempt(Transaction):
     Each host publishes its own directory, once every file of the step has its copies: so the step exists as soon as
     one host has a COMMIT. `directory` is the attempt of this host, which several of its processes may create.
     """
+
+    tier = "-fast"
 
     def __init__(
         self,

@@ -216,7 +216,7 @@ def copy_verified(
         finally:
             sink.abandon()
 
-    workers = shared_workers(settings.io_threads, "jaxckpt-read")
+    workers = shared_workers(settings.io_threads, f"jaxckpt-copying{attempt.tier}")
     copying = workers.run_each(copy, wanted, give_up=is_ended.set, moved=lambda: begun_bytes[0])
     with contextlib.closing(copying) as results:
         for _ in results:

@@ -79,7 +79,7 @@ class FastTier:
 
         def serve() -> bytes:
             host = self.settings.address or local_address(coordinator_address or "127.0.0.1")
-            self._server = FileServer(LocalBackend(), self.directory, token, host, self.settings.port)
+            self._server = FileServer(self.directory, token, host, self.settings.port)
             weakref.finalize(self, self._server.close).atexit = False
             return msgspec.msgpack.encode(Host(job.process, domain, self.directory, self._server.address))
 
@@ -180,7 +180,7 @@ class FastTier:
         return self._peers[process]
 
     def opener(self, process: int) -> Opener:
-        """Opens the files of another process's host, in directories below that of the fast tier."""
+        """Opens files of another process's host, in directories below that of the fast tier, for copies with checks."""
         return _PeerOpener(self._peers[process])
 
     @time_limited
@@ -291,4 +291,4 @@ class _PeerOpener:
     peer: Peer
 
     def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> Source:
-        return self.peer.open(f"{directory}/{name}")
+        return self.peer.open(f"{directory}/{name}", is_unchecked=True)

@@ -59,6 +59,8 @@ class HostSave(CheckpointSave):
         unchanged: UnchangedLeaves | None = None,
     ) -> None:
         plain = dataclasses.replace(settings, index_files=False)  # the primary needs all to protect it
+        if tier.protection.survives() and settings.direct_io == "auto":
+            plain = dataclasses.replace(plain, direct_io=False)  # other hosts read it soon, then from the page cache
         super().__init__(job, subject, tier.files, plain, unchanged)
         self._tier, self.host_bytes, self._began_to_protect = tier, 0, 0.0
         self._attempt: HostAttempt | None = None

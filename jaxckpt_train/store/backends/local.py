@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,7 @@ _OBJECT_STORES = re.compile(r"s3fs|gcsfuse|rclone|goofys|blobfuse|mountpoint-s3|
 _UNSYNCED = {"volatile", "nobarrier", "barrier=0"}
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 DIRECT_ALIGNMENT = 4096
+_EARLY_BYTES = 1 << 20
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # on macOS, fsync does not reach the medium
 _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # follow no link, and do not wait for a pipe
@@ -85,8 +87,7 @@ class LocalBackend:
             return _LocalSink(path, os.open(path, flags, 0o666), direct=False)
 
     def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> Source:
-        with _storage_errors("open the file", os.path.join(directory, name)):
-            return retry_interrupted(_open_below, directory, name, direct)
+        return open_local(directory, name, direct=direct)
 
     def clone(self, source: str, target: str, size: int) -> bool:
         """By a hard link, or by sharing the blocks where the file system offers that."""
@@ -310,6 +311,9 @@ class _LocalSink(_LocalFile):
                 offset, view = offset + done, view[done:]
                 if view and done % self.alignment:
                     self._leave_direct()  # a short write left an offset that direct I/O refuses
+            if sys.platform == "linux" and self.alignment == 1 and len(data) >= _EARLY_BYTES:
+                # The kernel begins to write what is dirty there, while more comes, and not only in `fsync`.
+                os.posix_fadvise(self._descriptor, offset - len(data), len(data), os.POSIX_FADV_DONTNEED)
 
     def finish(self, size: int, *, sync: bool) -> None:
         with _storage_errors("finish writing", self._path):
@@ -334,11 +338,14 @@ class _LocalSink(_LocalFile):
                 closing.callback(_close_written, descriptor)
 
 
-class _LocalSource(_LocalFile):
+class LocalSource(_LocalFile):
+    """A file that is being read; a `Source`."""
+
     size = modified_ns = 0
     identity: tuple[int, ...] | None = None
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
+        """As `Source.read_into`."""
         view, filled = memoryview(data), 0
         with _storage_errors(f"read {needed} bytes at {offset}", self._path):
             while filled < needed:
@@ -355,14 +362,25 @@ class _LocalSource(_LocalFile):
                 if filled < needed and filled % self.alignment:
                     self._leave_direct()
 
+    def fileno(self) -> int:
+        """The descriptor, for calls of the system."""
+        return self._descriptor
+
     def close(self) -> None:
+        """Close the file."""
         for descriptor in self._take_descriptors():
             close_read(descriptor)
 
     __del__ = close  # an interrupt may lose a source before its caller receives it
 
 
-def _open_below(directory: str, name: str, direct: bool | Literal["auto"]) -> _LocalSource:
+def open_local(directory: str, name: str, *, direct: bool | Literal["auto"] = False) -> LocalSource:
+    """Open a file by its path in a directory, without following links there. Raises StorageError."""
+    with _storage_errors("open the file", os.path.join(directory, name)):
+        return retry_interrupted(_open_below, directory, name, direct)
+
+
+def _open_below(directory: str, name: str, direct: bool | Literal["auto"]) -> LocalSource:
     descriptors = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
     try:
         *folders, last = name.split("/")
@@ -375,7 +393,7 @@ def _open_below(directory: str, name: str, direct: bool | Literal["auto"]) -> _L
             close_read(descriptors.pop())
 
 
-def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: str) -> _LocalSource:
+def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: str) -> LocalSource:
     flags = os.O_RDONLY | _PLAIN
     descriptor, refusal = -1, None
     _refuse_without_direct(direct)
@@ -389,7 +407,7 @@ def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: 
     is_direct = descriptor >= 0
     if descriptor < 0:
         descriptor = os.open(name, flags, dir_fd=folder)
-    source = _LocalSource(path, descriptor, is_direct and direct)
+    source = LocalSource(path, descriptor, is_direct and direct)
     try:
         found = _check_regular(descriptor)
         if refusal is not None and direct is True:

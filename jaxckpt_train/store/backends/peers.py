@@ -33,7 +33,8 @@ import numpy as np
 import xxhash
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import Opener, storage_error
+from jaxckpt_train.store.backends.base import storage_error
+from jaxckpt_train.store.backends.local import LocalSource, open_local
 
 MAX_BODY_BYTES, MAX_PAYLOAD_BYTES = 64 << 10, 4 << 20
 MAX_CONNECTIONS = 64  # and as many newcomers: connections that have not sent a request
@@ -58,11 +59,15 @@ class _EndedError(FrameError):
 
 
 class _Request(msgspec.Struct, array_like=True):
-    """Read from a file. `path` is relative to the directory of the server; no bytes: only ask for its size."""
+    """Read from a file. `path` is relative to the directory of the server; no bytes: only ask for its size.
+
+    `is_unchecked`: send the bytes without a digest, as the kernel takes them from the file.
+    """
 
     path: str
     offset: int
     bytes: int
+    is_unchecked: bool = False
 
 
 class _Content(msgspec.Struct, array_like=True):
@@ -102,16 +107,24 @@ class Connection:
 
     def send(self, kind: int, body: msgspec.Struct, payload: np.ndarray | None = None) -> None:
         """Send one frame; `payload` is a flat uint8 array of at most `MAX_PAYLOAD_BYTES`."""
-        encoded = msgspec.msgpack.encode(body)
         content = memoryview(b"" if payload is None else payload)
-        digest = xxhash.xxh3_128_digest(content)
-        start = _HEADER.pack(_MAGIC, self._sent, kind, len(encoded), len(content), digest, b"")[:_SIGNED]
-        self._sent += 1
-        self._link.sendall(start + _code(self._own_key, start + encoded) + encoded)
+        self._send_head(kind, body, len(content), xxhash.xxh3_128_digest(content))
         if len(content):
             self._link.sendall(content)
 
-    def receive(self, into: np.ndarray | None = None) -> tuple[int, bytes]:
+    def send_from(self, source: LocalSource, body: msgspec.Struct, offset: int, nbytes: int) -> None:
+        """Send content whose payload is a part of a file, without its digest."""
+        self._send_head(_CONTENT, body, nbytes, b"")
+        if self._link.sendfile(source, offset, nbytes) != nbytes:  # type: ignore[arg-type]  # it needs only a number
+            raise FrameError("a file became shorter")
+
+    def _send_head(self, kind: int, body: msgspec.Struct, payload_bytes: int, digest: bytes) -> None:
+        encoded = msgspec.msgpack.encode(body)
+        start = _HEADER.pack(_MAGIC, self._sent, kind, len(encoded), payload_bytes, digest, b"")[:_SIGNED]
+        self._sent += 1
+        self._link.sendall(start + _code(self._own_key, start + encoded) + encoded)
+
+    def receive(self, into: np.ndarray | None = None, *, is_unchecked: bool = False) -> tuple[int, bytes]:
         """Receive one frame; return its kind and its body. Its payload must fill `into` (None: have no bytes)."""
         header = self._received(_HEADER.size)
         magic, number, kind, body_bytes, payload_bytes, digest, code = _HEADER.unpack(header)
@@ -123,8 +136,8 @@ class Connection:
             raise FrameError("the frame does not belong to this connection, or was sent before")
         self._seen += 1
         if into is not None and expected:
-            self._fill(memoryview(into))
-            if xxhash.xxh3_128_digest(into) != digest:
+            self._fill(memoryview(into), "the other side has closed the connection in the middle of a file")
+            if not is_unchecked and xxhash.xxh3_128_digest(into) != digest:
                 raise FrameError("the bytes of a file changed on their way")
         return kind, body
 
@@ -133,11 +146,12 @@ class Connection:
         self._fill(memoryview(data))
         return bytes(data)
 
-    def _fill(self, view: memoryview) -> None:
+    def _fill(self, view: memoryview, broken: str | None = None) -> None:
+        """Receive bytes. `broken`: what it means for the whole frame that the other side ends it before them."""
         while view:
             done = self._link.recv_into(view)
             if not done:
-                raise _EndedError("the other side has closed the connection")
+                raise FrameError(broken) if broken else _EndedError("the other side has closed the connection")
             view = view[done:]
 
     def close(self) -> None:
@@ -164,8 +178,8 @@ class FileServer:
         address: the address and the port.
     """
 
-    def __init__(self, files: Opener, directory: str, token: bytes, host: str, port: int = 0) -> None:
-        self._files, self._directory, self._token = files, directory, token
+    def __init__(self, directory: str, token: bytes, host: str, port: int = 0) -> None:
+        self._directory, self._token = directory, token
         try:
             self._listener = socket.create_server((host, port), family=_family(host), backlog=MAX_CONNECTIONS)
         except OSError as error:
@@ -261,13 +275,16 @@ class FileServer:
         try:
             if not _is_below(request.path) or not 0 <= request.bytes <= MAX_PAYLOAD_BYTES or request.offset < 0:
                 raise storage_error(errno.EINVAL, f"read {request.bytes} bytes at {request.offset}", request.path[:200])
-            with contextlib.closing(self._files.open(self._directory, request.path, direct=False)) as source:
+            with contextlib.closing(open_local(self._directory, request.path)) as source:
+                answer = _Content(source.size, source.modified_ns)
+                if request.is_unchecked and request.offset + request.bytes <= source.size:
+                    connection.send_from(source, answer, request.offset, request.bytes)
+                    return memory
                 if len(memory) < request.bytes:
                     memory = np.empty(request.bytes, np.uint8)
                 data = memory[: request.bytes]
                 if request.bytes:
                     source.read_into(request.offset, data, request.bytes)
-                answer = _Content(source.size, source.modified_ns)
         except StorageError as error:
             connection.send(_ERROR, _Failure(error.errno or errno.EIO, str(error.strerror)[:1000]))
         except CorruptCheckpointError as error:
@@ -301,16 +318,19 @@ class Peer:
         self.process, self._address, self._token, self._timeout_s = process, address, token, timeout_s
         self._idle, self._lock = list[Connection](), threading.Lock()
 
-    def open(self, path: str) -> PeerSource:
-        """Open a file by its path below the directory of the server."""
-        content = self._ask(_Request(path, 0, 0), None)
-        return PeerSource(self, path, content.size, content.modified_ns)
+    def open(self, path: str, *, is_unchecked: bool = False) -> PeerSource:
+        """Open a file by its path below the directory of the server.
 
-    def read_into(self, path: str, offset: int, data: np.ndarray) -> None:
+        `is_unchecked`: the caller compares all bytes with digests; they are sent without digests, which is faster.
+        """
+        content = self._ask(_Request(path, 0, 0), None)
+        return PeerSource(self, path, content.size, content.modified_ns, is_unchecked)
+
+    def read_into(self, path: str, offset: int, data: np.ndarray, *, is_unchecked: bool = False) -> None:
         """Fill a flat uint8 array. Raises CorruptCheckpointError: the file is shorter."""
         for at in range(0, len(data), MAX_PAYLOAD_BYTES):
             piece = data[at : at + MAX_PAYLOAD_BYTES]
-            self._ask(_Request(path, offset + at, len(piece)), piece)
+            self._ask(_Request(path, offset + at, len(piece), is_unchecked), piece)
 
     def close(self) -> None:
         """Close the connections."""
@@ -327,7 +347,7 @@ class Peer:
             try:
                 connection = connection or self._connect()
                 connection.send(_REQUEST, request)
-                kind, body = connection.receive(into)
+                kind, body = connection.receive(into, is_unchecked=request.is_unchecked)
             except (OSError, FrameError) as error:
                 if connection is not None:
                     connection.close()
@@ -363,12 +383,13 @@ class PeerSource:
 
     alignment = 1
 
-    def __init__(self, peer: Peer, path: str, size: int, modified_ns: int) -> None:
+    def __init__(self, peer: Peer, path: str, size: int, modified_ns: int, is_unchecked: bool) -> None:
         self._peer, self._path, self.size, self.modified_ns = peer, path, size, modified_ns
+        self._is_unchecked = is_unchecked
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
         """As `Source.read_into`."""
-        self._peer.read_into(self._path, offset, data[:needed])
+        self._peer.read_into(self._path, offset, data[:needed], is_unchecked=self._is_unchecked)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -192,6 +192,10 @@ def test_loop_continues_from_a_run_that_has_only_fast_steps(job_of: JobOf, tmp_p
     assert [each[1] for each in second] == [each[1] for each in whole]
 
 
+def test_storage_that_hangs_does_not_hold_up_fast_saves(job_of: JobOf, tmp_path: Path) -> None:
+    assert job_of(2, 1).call(fast.saves_while_the_storage_hangs, *places(tmp_path)) == [[10, 11]] * 2
+
+
 def test_dropped_manager_stops_serving(job_of: JobOf, tmp_path: Path) -> None:
     assert job_of(2, 1).call(fast.drops, *places(tmp_path)) == [[True, False]] * 2
 

@@ -25,7 +25,6 @@ import numpy as np
 
 import jaxckpt_train as jct
 from jaxckpt_train.distributed.coordinator import Coordinator
-from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.backends.peers import FileServer, Peer
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME
 from jaxckpt_train.tiers.fast_tier import FastTier
@@ -123,7 +122,7 @@ def _served(place: Path, redundancy: str, opened: contextlib.ExitStack) -> Run:
     hosts = list[Host]()
     for number in range(HOSTS):
         tier = FastTier(jct.FastTierSettings(directory=str(place / "fast" / f"host{number}")), str(place / "slow"))
-        server = FileServer(LocalBackend(), tier.directory, TOKEN, "127.0.0.1")
+        server = FileServer(tier.directory, TOKEN, "127.0.0.1")
         peer = Peer(number, server.address, TOKEN, 5.0)
         opened.callback(server.close)
         opened.callback(peer.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 
 import jaxckpt_train as jct
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.jobs import training
 from tests.support.jobs.arrays import Spec, digest_of, holds, sharding_of
 
@@ -113,6 +115,33 @@ def drained_by(slow: str, fast: str, hosts: list[str]) -> list[list[str]]:
         assert manager._fast is not None
         name = manager._fast._run.fast_line()[-1].name
         return list(manager._fast.paths_by_process(name, jax.process_count()).values())
+
+
+class HangingStorage(LocalBackend):
+    """No file of a step can be created below a folder until `go` is set."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self.go = folder, threading.Event()
+
+    def create(self, path: str, *, direct: Any) -> Any:
+        if path.startswith(f"{self._folder}/") and "step-" in path:
+            self.go.wait()
+        return super().create(path, direct=direct)
+
+
+def saves_while_the_storage_hangs(slow: str, fast: str) -> list[int]:
+    """Save a step to both tiers, and one to the fast tier while the copy of the first one hangs; return the latter."""
+    storage, host = HangingStorage(slow), domain(fast, None)
+    tier = jct.FastTierSettings(directory=f"{fast}/{host}", failure_domain=host, interval_steps=1)
+    settings = jct.StoreSettings(io_threads=1)
+    with jct.StepManager(slow, fast_tier=tier, settings=settings, backend=storage) as manager:
+        try:
+            manager.save(10, {"state": state_of(10)})
+            manager.save(11, {"state": state_of(11)}, fast_only=True)
+            assert manager.settle(30.0, waits_for_copies=False) is None
+            return manager.fast_steps
+        finally:
+            storage.go.set()
 
 
 def continues(slow: str, fast: str, steps: list[int]) -> list[Any]:
@@ -232,3 +261,34 @@ def sees_another_disk(slow: str, fast: str) -> None:
         files.list = lambda path: []  # type: ignore[method-assign]
     with manager:
         manager.save(1, {"state": state_of(1)})
+
+
+def saves_often(slow: str, fast: str, saves: int, mib: int, options: dict[str, Any]) -> list[dict[str, int]]:
+    """Save changing states of `mib` MiB per process; return memory, threads and open files after each tenth save.
+
+    The memory is what the process has in addition to its state: `resident` at that moment, `peak` since the row before.
+    """
+    shape, sharding = (mib * jax.device_count(), 1 << 18), sharding_of([jax.device_count()], ["x"])
+    state = {"w": jax.make_array_from_callback(shape, sharding, lambda at: np.zeros((mib, 1 << 18), np.float32))}
+    update = jax.jit(lambda state: {"w": state["w"] + 1}, donate_argnums=0)
+    state = jax.block_until_ready(update(state))
+    rows, before = list[dict[str, int]](), memory_bytes("VmRSS")
+    with manager_of(slow, fast, None, options) as manager:
+        for step in range(1, saves + 1):
+            state = update(state)
+            assert manager.save(step, {"state": state}, force=True, fast_only=step % 50 != 0).saved
+            manager.wait()
+            if step % 10 == 0:
+                found = {"resident": memory_bytes("VmRSS") - before, "peak": memory_bytes("VmHWM") - before}
+                files = len(list(Path("/proc/self/fd").iterdir()))
+                rows.append({**found, "threads": threading.active_count(), "files": files})
+                Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+        restored = manager.restore({"state": state})["state"]["w"]
+        assert float(restored.min()) == float(restored.max()) == saves + 1
+    return rows
+
+
+def memory_bytes(name: str) -> int:
+    """Return a size of this process, as the kernel counts it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))

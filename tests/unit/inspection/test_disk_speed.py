@@ -15,7 +15,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.inspection import disk_speed as disk_trial
 from jaxckpt_train.inspection.disk_speed import BLOCK_BYTES, try_disk
 from jaxckpt_train.store.backends import local
-from jaxckpt_train.store.backends.local import LocalBackend, _LocalSink, _LocalSource
+from jaxckpt_train.store.backends.local import LocalBackend, LocalSource, _LocalSink
 
 MIB = 1 << 20
 
@@ -85,13 +85,13 @@ def test_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_disk_that_returns_other_bytes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_into = _LocalSource.read_into
+    read_into = LocalSource.read_into
 
     def flip(self: Any, offset: int, data: np.ndarray, needed: int) -> None:
         read_into(self, offset, data, needed)
         data[100] ^= 1
 
-    monkeypatch.setattr(_LocalSource, "read_into", flip)
+    monkeypatch.setattr(LocalSource, "read_into", flip)
     with pytest.raises(CorruptCheckpointError, match="returned other bytes"):
         try_disk(LocalBackend(), str(tmp_path), MIB, print)
 

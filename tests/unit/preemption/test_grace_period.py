@@ -16,7 +16,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.pending import PendingSave, ProgressTracker, call_within
-from jaxckpt_train.store.backends.local import LocalBackend, _LocalSource
+from jaxckpt_train.store.backends.local import LocalBackend, LocalSource
 from jaxckpt_train.store.threads import POLL_S, Latch, interruptible
 from jaxckpt_train.store.timeouts import call_with_timeout
 from tests.support.fake_backends import HoldingBackend, callback_on
@@ -261,13 +261,13 @@ class HeldReads:
     """Holds reads of segments until `go` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, read_into = threading.Event(), _LocalSource.read_into
+        self.go, read_into = threading.Event(), LocalSource.read_into
 
         def held(source: Any, *more: Any) -> None:
             assert "safetensors" not in source._path or self.go.wait(60), "the read was never released"
             read_into(source, *more)
 
-        monkeypatch.setattr(_LocalSource, "read_into", held)
+        monkeypatch.setattr(LocalSource, "read_into", held)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import pytest
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backends import peers
-from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.backends.peers import Connection, FileServer, FrameError, Peer
 from tests.support.forking import Tell, ended, started
 
@@ -26,7 +25,7 @@ TOKEN = b"t" * 32
 @contextlib.contextmanager
 def served(folder: Path, token: bytes = TOKEN) -> Iterator[Peer]:
     """Serve a folder, and yield a client that has this token."""
-    server = FileServer(LocalBackend(), str(folder), TOKEN, "127.0.0.1")
+    server = FileServer(str(folder), TOKEN, "127.0.0.1")
     peer = Peer(1, server.address, token, 5.0)
     try:
         yield peer
@@ -53,12 +52,13 @@ def pair() -> Iterator[tuple[Connection, Connection, socket.socket, socket.socke
         other.close()
 
 
-def test_files_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_unchecked", [False, True])
+def test_files_are_read(tmp_path: Path, is_unchecked: bool) -> None:
     content = np.random.default_rng(1).integers(0, 256, 3 * peers.MAX_PAYLOAD_BYTES + 17, np.uint8)
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "data").write_bytes(content.tobytes())
     with served(tmp_path) as peer:
-        source = peer.open("step/data")
+        source = peer.open("step/data", is_unchecked=is_unchecked)
         found = np.empty(len(content), np.uint8)
         source.read_into(0, found, len(found))
         assert source.size == len(content)
@@ -185,6 +185,27 @@ def test_closed_server_ends_its_clients(tmp_path: Path) -> None:
         peer.open("data")
 
 
+def test_file_that_ends_on_the_way_is_an_error(tmp_path: Path) -> None:
+    """Not a wait for another connection: the next copy of the file is to be read at once."""
+    link, stranger = socket.create_server(("127.0.0.1", 0)), list[int]()
+
+    def serve() -> None:
+        for _ in range(2):
+            accepted, _ = link.accept()
+            with accepted:
+                connection = Connection(accepted, TOKEN, is_server=True)
+                stranger.append(connection.receive()[0])
+                connection._send_head(peers._CONTENT, peers._Content(100, 0), 100, b"")
+                accepted.sendall(b"too short")
+
+    with link, contextlib.closing(Peer(1, link.getsockname(), TOKEN, 30.0)) as peer:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with pytest.raises(StorageError):
+            peer.read_into("data", 0, np.empty(100, np.uint8), is_unchecked=True)
+        assert stranger == [peers._REQUEST]
+
+
 def test_server_that_was_restarted_is_reached_again(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"data")
     with served(tmp_path) as peer:
@@ -256,7 +277,7 @@ def test_silent_strangers_keep_nobody_out(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:os.fork")  # JAX has threads, which the child does not use
 def test_forked_child_holds_no_socket(tmp_path: Path) -> None:
-    server = FileServer(LocalBackend(), str(tmp_path), TOKEN, "127.0.0.1")
+    server = FileServer(str(tmp_path), TOKEN, "127.0.0.1")
     go, waits = os.pipe()
 
     def wait(tell: Tell) -> None:
