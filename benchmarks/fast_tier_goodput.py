@@ -62,7 +62,8 @@ Set-ups that have only the slow tier save whenever the last save is committed: a
 interval of Young and Daly is shorter than a save takes. The others save to the fast tier each {FAST_STEPS} updates, and
 to the slow one each {SLOW_STEPS}. The state is cut over the hosts. Orbax's emergency manager restores a lost host only
 from another copy of the whole state: there the hosts hold {REPLICAS[EMERGENCY]} copies, so they compute as much more in
-an update, and the first copy is saved to the slow tier only."""
+an update, and the first copy is saved to the slow tier only. What a lost host has left of newer steps is deleted
+there before training continues, because this manager refuses to save a step again."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable
@@ -141,8 +142,8 @@ class OrbaxEmergency:
 
     def __init__(self, given: Given) -> None:
         self._first, self._fast_steps = 0, given.fast_steps
-        host = Path(given.fast, f"host{jax.process_index()}")
-        host.mkdir(parents=True, exist_ok=True)
+        self._host = Path(given.fast, f"host{jax.process_index()}")
+        self._host.mkdir(parents=True, exist_ok=True)
         flags.FLAGS.mark_as_parsed()  # it reads one of its flags
         ocp.multihost.initialize_runtime_to_distributed_ids()
         ocp.multihost.initialize_distributed_to_device_ids()
@@ -152,14 +153,15 @@ class OrbaxEmergency:
             cleanup_tmp_directories=True,
         )
         like = _abstract(initial_state(given))
-        self._manager = emergency.CheckpointManager(host, given.slow, mesh_of(given), like, options=options)
+        self._manager = emergency.CheckpointManager(self._host, given.slow, mesh_of(given), like, options=options)
 
     def resume(self, state: State) -> tuple[State, int]:
-        step = self._manager.latest_step()
-        if step is None:
-            return state, 0
-        self._first = int(step)  # it may be one of numpy
-        return self._manager.restore(self._first).state, self._first
+        self._first = int(self._manager.latest_step() or 0)  # it may be an integer of numpy
+        later = [path for path in self._host.iterdir() if path.name.isdigit() and int(path.name) > self._first]
+        for path in later:  # incomplete without the lost host; the manager would refuse to save this step again
+            shutil.rmtree(path)
+        self._manager.reload()
+        return (self._manager.restore(self._first).state if self._first else state), self._first
 
     def steps(self) -> Iterable[int]:
         return range(self._first, ENDLESS)
