@@ -451,7 +451,7 @@ class StepManager:
             clock=self._clock,
             timer=self._save_scheduler.clock,
             drift=self.drift,
-            unchanged=self._unchanged if self._fast is None else self._fast.unchanged,
+            unchanged=self._unchanged,
             fast=self._fast,
         )
         now, metrics = self._clock(), save.metrics or None
@@ -509,10 +509,9 @@ class StepManager:
         restore = RunRestore(self._run, self._job_sync, targets, self.settings, progress, self._fast)
         with polling(progress):
             results, self.restored_step = restore.restore(step, warns=not roll_back)
-        unchanged = self._unchanged if self._fast is None else self._fast.unchanged
         if self._fast is not None:
             self._save_scheduler.renews_copies = self._fast.tier.protection.survives() > 0
-        unchanged.restored(restore.backend, restore.committed, self._job_sync.job.process, self.settings)
+        self._unchanged.restored(restore.backend, restore.committed, self._job_sync.job.process, self.settings)
         return results
 
     def load(

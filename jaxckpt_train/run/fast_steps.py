@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
-from jaxckpt_train.checkpointables.unchanged import UnchangedLeaves
 from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.distributed.jax_service import coordinator_host
 from jaxckpt_train.errors import CheckpointError, CheckpointExistsError, CheckpointTimeoutError, suppress_secondary
@@ -34,7 +33,7 @@ from jaxckpt_train.settings import FastTierSettings, StoreSettings
 from jaxckpt_train.store.committed import Committed, folders_of, open_committed
 from jaxckpt_train.store.timeouts import time_limited
 from jaxckpt_train.store.transaction import Attempt, Transaction, begin
-from jaxckpt_train.store.verify import copy_verified
+from jaxckpt_train.store.verify import copy_verified, take_unchanged
 from jaxckpt_train.tiers.fast_tier import FastTier
 
 _log = logging.getLogger("jaxckpt_train")
@@ -76,14 +75,13 @@ class FastSteps:
 
     Attributes:
         tier: the directories of the hosts.
-        unchanged: what the next save to the fast tier may take over from the last one.
         abandoned: whether copies to the slow tier are abandoned.
     """
 
     def __init__(
         self, settings: FastTierSettings, run: RunDirectory, job_sync: JobSync, store: StoreSettings, clock: Clock
     ) -> None:
-        self.tier, self.unchanged = FastTier(settings, run.directory), UnchangedLeaves(None)
+        self.tier = FastTier(settings, run.directory)
         self._run, self._job_sync, self._settings, self._store = run, job_sync, settings, store
         self.clock, self.abandoned = clock, threading.Event()
         self._drains = list[_Copying]()  # each waits for the one before
@@ -308,6 +306,7 @@ class _Drain:
     ) -> None:
         self._fast, self._run, self._job, self._settings, self._tracker = fast, run, job, settings, tracker
         self._transaction: Transaction | None = None
+        self._taken = dict[str, int]()  # sizes of the files of the newest step of the run that are also in this one
 
     def run(self, name: str, step: int, before: _Copying | None) -> CheckpointMetadata | None:
         """Copy and commit, once the copy `before` has ended. None: it was abandoned."""
@@ -351,8 +350,23 @@ class _Drain:
         path = f"{self._run.directory}/{final}"
         self._transaction = begin(self._run.backend, path, self._settings, publish, is_step=True)
         self._transaction.add_folders(folders_of(source.manifest))
+        before = self._before()
+        if before is not None:
+            self._taken = take_unchanged(before, source, self._transaction)
         paths = self._fast.paths_by_process(name, self._job.processes)
+        paths = {process: [path for path in some if path not in self._taken] for process, some in paths.items()}
         return msgspec.msgpack.encode(_BegunDrain(os.fsencode(self._transaction.directory), paths))
+
+    def _before(self) -> Committed | None:
+        """The newest step in the directory of the run; None: there is none, or one of its steps is damaged."""
+        found = self._run.newest()
+        if not found or self._run.damaged():
+            return None
+        try:
+            return open_committed(self._run.backend, f"{self._run.directory}/{found[-1].name}", is_complete=False)
+        except CheckpointError as error:
+            _log.warning("step %d is drained without sharing files: %s", found[-1].step, error)
+            return None
 
     def _copy(self, source: Committed, begun: _BegunDrain) -> bytes:
         directory, paths = os.fsdecode(begun.directory), frozenset(begun.paths[self._job.process])
@@ -366,7 +380,9 @@ class _Drain:
     def _commit(self, source: Committed, started: float) -> bytes:
         """In the primary: make the copy a step of the run, and apply retention."""
         assert self._transaction is not None
-        committed, info = self._transaction.commit(source.manifest), source.manifest.info
+        taken_bytes = sum(self._taken.values())
+        info = {**source.manifest.info, **({"taken_bytes": taken_bytes} if taken_bytes else {})}
+        committed = self._transaction.commit(msgspec.structs.replace(source.manifest, info=info))
         self._run.committed(committed, info, is_durable=self._settings.durability == "full")
         self._run.record_roll_back()
         took_s = time.perf_counter() - started

@@ -145,6 +145,14 @@ class Attempt:
             self._files.append(path)
         return is_shared
 
+    def take_file(self, source: str, name: str, size: int) -> bool:
+        """Give a file of another checkpoint a name in the attempt, to be synced by the commit; False: it cannot."""
+        path = f"{self.directory}/{name}"
+        is_taken = self._backend.clone(source, path, size)
+        if is_taken:
+            self._files.append(path)
+        return is_taken
+
     def drop_file(self, name: str) -> None:
         """Remove a file of the attempt."""
         path = f"{self.directory}/{name}"

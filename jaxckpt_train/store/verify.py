@@ -44,12 +44,14 @@ from jaxckpt_train.store.manifest import (
     SegmentRecord,
     digest_function,
 )
+from jaxckpt_train.store.reuse import MIN_APART_BYTES
 from jaxckpt_train.store.segment import ALIGNMENT, DTYPES, Tensor, chunk_name, is_head_of, safetensors_form
 from jaxckpt_train.store.threads import shared_workers
 from jaxckpt_train.store.transaction import Attempt
 
 Pace = Callable[[int], None]
 _Chunks = list[tuple[ArrayRecord, ChunkRecord]]
+_Segment = tuple[SegmentRecord, _Chunks]
 _File = tuple[SegmentRecord | FileRecord, _Chunks]
 """A file of a checkpoint; a segment with its chunks in file order."""
 
@@ -223,6 +225,25 @@ def copy_verified(
             pass
 
 
+def take_unchanged(
+    before: Committed, committed: Committed, attempt: Attempt, only: Collection[str] | None = None
+) -> dict[str, int]:
+    """Give files of an older checkpoint that are also files of this one their names in the attempt.
+
+    Both are in the same place, as far as the older one has its files there. `only`: as for `copy_verified`. Files are
+    compared by what the two manifests say. Returns the sizes of those that need not be copied.
+    """
+    there = {_content_of(before.manifest, each): each[0].file for each in _segments_of(before.manifest)}
+    taken = dict[str, int]()
+    for each in _segments_of(committed.manifest):
+        name, record = there.get(_content_of(committed.manifest, each)), each[0]
+        if name is None or record.bytes < MIN_APART_BYTES or (only is not None and record.file not in only):
+            continue
+        if attempt.take_file(f"{before.directory}/{name}", record.file, record.bytes):
+            taken[record.file] = record.bytes
+    return taken
+
+
 def _manifest_bytes(backend: Backend, directory: str) -> int:
     """The size of the manifest; 0 if it is missing or too large, which `open_committed` reports."""
     try:
@@ -287,7 +308,7 @@ class _FileCheck:
             yield str(error)
             return
         with contextlib.closing(source):
-            expected = b"" if self._intact is None else self._expected(record, chunks)
+            expected = b"" if self._intact is None else _content_of(self._manifest, (record, chunks))
             if self._intact is not None and self._intact.has(source, expected):
                 return
             is_intact = True
@@ -296,12 +317,6 @@ class _FileCheck:
                 yield problem
             if self._intact is not None and is_intact:
                 self._intact.add(source, expected)
-
-    def _expected(self, record: SegmentRecord, chunks: _Chunks) -> bytes:
-        """A digest of all that the manifest says of the content of a segment."""
-        arrays = [(array.name, array.shape, array.dtype, each.box, each.offset, each.digests) for array, each in chunks]
-        said = (self._manifest.digest, self._manifest.block_bytes, record.bytes, record.header_digest, arrays)
-        return hashlib.sha256(msgspec.json.encode(said)).digest()
 
     def _content_problems(self, source: Source, path: str, record: SegmentRecord, chunks: _Chunks) -> Iterator[str]:
         yield from self._head_problems(source, path, record, chunks)
@@ -353,6 +368,14 @@ class _FileCheck:
         return view
 
 
+def _content_of(manifest: Manifest, segment: _Segment) -> bytes:
+    """A digest of all that the manifest says of the content of a segment."""
+    record, chunks = segment
+    arrays = [(array.name, array.shape, array.dtype, each.box, each.offset, each.digests) for array, each in chunks]
+    said = (manifest.digest, manifest.block_bytes, record.bytes, record.header_digest, arrays)
+    return hashlib.sha256(msgspec.json.encode(said)).digest()
+
+
 def _tensors(chunks: _Chunks, data_start: int) -> Iterator[Tensor]:
     for array, chunk in chunks:
         dtype, shape = safetensors_form(DTYPES[array.dtype], box_shape(chunk.box))
@@ -385,12 +408,16 @@ def files_by_index(files: Opener, committed: Committed) -> Iterator[list[_File]]
 
 def _files_of(manifest: Manifest) -> list[_File]:
     """The segments and plain files in the manifest."""
+    found: list[_File] = [*_segments_of(manifest)]
+    found.extend((file, []) for part in manifest.parts for file in part.files)
+    return found
+
+
+def _segments_of(manifest: Manifest) -> list[_Segment]:
     found: list[_Chunks] = [[] for _ in manifest.segments]
     for array in [array for part in manifest.parts for array in part.arrays]:
         for chunk in array.chunks:
             found[chunk.segment].append((array, chunk))
     for chunks in found:
         chunks.sort(key=lambda each: each[1].offset)
-    files: list[_File] = list(zip(manifest.segments, found, strict=True))
-    files.extend((file, []) for part in manifest.parts for file in part.files)
-    return files
+    return list(zip(manifest.segments, found, strict=True))

@@ -53,6 +53,7 @@ class FastTier:
         hosts: the hosts of the job; after `join`.
         protection: who keeps what of whom; after `join`.
         limit: what this process may read from other hosts while steps are protected.
+        newest: in the primary: the name of the step that this job has saved last; empty: none.
     """
 
     def __init__(self, settings: FastTierSettings, run_directory: str) -> None:
@@ -60,7 +61,7 @@ class FastTier:
         self.settings, self.directory = settings, f"{settings.directory}/run-{folder}"
         self.files, self.limit = HostFiles(self.directory), RateLimit(settings.max_bytes_per_s)
         self.hosts, self.protection = Hosts([Host(0, "")]), Protection("none", {}, ())
-        self._process, self._has_joined = 0, False
+        self._process, self._has_joined, self.newest = 0, False, ""
         self._peers: dict[int, Peer] = {}
         self._held: dict[int, list[HeldStep]] = {}
         self._server: FileServer | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,26 +22,32 @@ from jaxckpt_train.checkpointables.saving import DIFFERS, BegunSave, CheckpointS
 from jaxckpt_train.checkpointables.staging import OwnFiles, StagedPart
 from jaxckpt_train.checkpointables.unchanged import UnchangedLeaves
 from jaxckpt_train.distributed.coordinator import Coordinator, no_result
-from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.local import temporary_folder
-from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.backends.local import LocalBackend, temporary_folder
+from jaxckpt_train.store.committed import Committed, open_committed
 from jaxckpt_train.store.manifest import MANIFEST_NAME, FileRecord, decode_manifest
 from jaxckpt_train.store.process_index import decode_index
 from jaxckpt_train.store.timeouts import time_limited
 from jaxckpt_train.store.transaction import HostAttempt, Transaction
-from jaxckpt_train.store.verify import copy_verified
+from jaxckpt_train.store.verify import copy_verified, take_unchanged
 from jaxckpt_train.tiers.fast_tier import FastTier
 from jaxckpt_train.tiers.host_files import LAYOUT_NAME, Layout, Name, decode_layout, encode_layout, parity_name
 from jaxckpt_train.tiers.parity import Kind, Reader, parity_windows, stream_reader
 
+_log = logging.getLogger("jaxckpt_train")
+
 
 class _Written(msgspec.Struct, array_like=True):
-    """What all processes have written: the digest of the manifest, and the sizes of it and of the layout."""
+    """What all processes have written: the digest of the manifest, and the sizes of it and of the layout.
+
+    `before`: the step from which some of it was taken over; empty: none.
+    """
 
     sha256: str
     manifest_bytes: int
     layout_bytes: int
+    before: str
 
 
 class HostSave(CheckpointSave):
@@ -112,7 +119,9 @@ class HostSave(CheckpointSave):
         layout = encode_layout(Layout(kind, files, [list(members) for members in protection.sets]))
         self._attempt.write_file(LAYOUT_NAME, layout)
         self._prepared = committed
-        return msgspec.msgpack.encode(_Written(committed.manifest_sha256, self._attempt.manifest_bytes, len(layout)))
+        before = self._tier.newest if self.times.taken_bytes else ""
+        manifest_bytes = self._attempt.manifest_bytes
+        return msgspec.msgpack.encode(_Written(committed.manifest_sha256, manifest_bytes, len(layout), before))
 
     def _protect(self, written: _Written) -> bytes:
         """Keep what this process keeps of other hosts, and sync it."""
@@ -129,8 +138,11 @@ class HostSave(CheckpointSave):
             if kept.manifest_sha256 != written.sha256:
                 raise CorruptCheckpointError(f"{subject}: is not what process 0 wrote; check the memory")
             attempt.write_file(LAYOUT_NAME, layout_data)
+        before = self._opened_here(written.before)
         for other in tier.protection.copied_by(process):
             paths = {path for path, _ in layout.files[other] if not self._has(path)}
+            if before is not None:
+                paths.difference_update(take_unchanged(before, committed, attempt, paths))
             source = dataclasses.replace(committed, directory=name)
             copy_verified(tier.opener(other), source, attempt, self._settings, self._read_elsewhere, paths)
         members = tier.protection.set_of(process)
@@ -139,6 +151,16 @@ class HostSave(CheckpointSave):
         attempt.sync()
         attempt.check_before_publishing()
         return b""
+
+    def _opened_here(self, name: str) -> Committed | None:
+        """The step of this name on this host."""
+        if not name:
+            return None
+        try:
+            return open_committed(LocalBackend(), f"{self._tier.directory}/{name}", is_complete=False)
+        except CheckpointError as error:
+            _log.warning("%s: all copies are made anew: %s", self.subject, error)
+            return None
 
     def _upload_own_files(self, part: StagedPart, own_files: OwnFiles) -> tuple[FileRecord, ...]:
         """Only the primary writes them, as on a disk that all processes share the last of them does."""
@@ -192,7 +214,7 @@ class HostSave(CheckpointSave):
 
     def _record(self, target: SaveTarget, values: Sequence[bytes]) -> bytes:
         self.host_bytes, self.times.commit_s = max(map(int, values)), time.perf_counter() - self._began_to_protect
-        self._committed = self._prepared
+        self._committed, self._tier.newest = self._prepared, os.path.basename(self._final)
         return self._done(target, self._prepared)
 
     def _undo(self, error: BaseException) -> None:

@@ -17,6 +17,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.pending import under_way
 from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.commands import json_of
 from tests.support.fake_backends import HoldingBackend, RefusingBackend, SlowBackend, callback_on
 from tests.support.locks import take_over
 from tests.support.runs import START
@@ -53,6 +54,50 @@ def test_steps_go_to_both_tiers(tmp_path: Path) -> None:
     assert [each["step"] for each in saves] == [*range(2, 25, 2), 25]
     assert {each["tier"] for each in saves} == {"fast"}
     assert [each["step"] for each in events if each["event"] == "drain"] == [10, 20, 25]
+
+
+def frozen_state(step: int) -> dict[str, Any]:
+    """A state of which only a small part changes."""
+    base = np.random.default_rng(1).integers(0, 1 << 32, 1 << 20, np.uint32)
+    return {"base": base, "lora": np.full(5000, step, np.float32)}
+
+
+def test_copies_share_what_has_not_changed(tmp_path: Path) -> None:
+    tier = jct.FastTierSettings(directory=str(tmp_path / "fast"), interval_steps=1)
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier, frozen="base") as manager:
+        for step in (1, 2, 3):
+            assert manager.save(step, {"state": frozen_state(step)}).saved
+            manager.wait()
+    steps = sorted((tmp_path / "slow").glob("step-*"))
+    files = [{file.stat().st_ino: file.stat().st_size for file in step.rglob("*.safetensors")} for step in steps]
+    shared = set(files[0]) & set(files[1]) & set(files[2])
+    assert sum(files[0][each] for each in shared) >= 4 << 20
+    assert not shared & {file.stat().st_ino for file in (tmp_path / "fast").rglob("*")}
+    listed = json_of("ls", tmp_path / "slow")["steps"]
+    assert [each["written_bytes"] < 4 << 20 for each in listed] == [False, True, True]
+    for step, path in zip((1, 2, 3), steps, strict=True):
+        assert jct.verify(path).ok
+        with jct.StepManager(tmp_path / "slow") as manager:
+            found = manager.load({"state": frozen_state(0)}, step)["state"]
+        assert all(np.array_equal(found[name], value) for name, value in frozen_state(step).items())
+
+
+def test_copies_share_nothing_with_a_run_that_has_damage(tmp_path: Path) -> None:
+    tier = jct.FastTierSettings(directory=str(tmp_path / "fast"), interval_steps=1, keep=1)
+    options: dict[str, Any] = {"fast_tier": tier, "frozen": "base"}
+    with jct.StepManager(tmp_path / "slow", **options) as manager:
+        for step in (1, 2):
+            manager.save(step, {"state": frozen_state(step)})
+    shutil.rmtree(tmp_path / "fast")
+    newest = sorted((tmp_path / "slow").glob("step-*"))[-1]
+    (small,) = [file for file in newest.rglob("*.safetensors") if file.stat().st_nlink == 1]
+    small.write_bytes(bytes(small.stat().st_size))
+    with jct.StepManager(tmp_path / "slow", **options) as manager:
+        manager.restore({"state": frozen_state(0)})
+        assert manager.restored_step == 1
+        manager.save(3, {"state": frozen_state(3)})
+    newest = sorted((tmp_path / "slow").glob("step-*"))[-1]
+    assert all(file.stat().st_nlink == 1 for file in newest.rglob("*.safetensors"))
 
 
 def test_copies_are_equal_and_whole(tmp_path: Path) -> None:

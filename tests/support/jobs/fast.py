@@ -144,6 +144,31 @@ def saves_while_the_storage_hangs(slow: str, fast: str) -> list[int]:
             storage.go.set()
 
 
+BASE = np.arange(1 << 21, dtype=np.int32).reshape(8, -1)
+
+
+def saves_frozen(slow: str, fast: str, steps: list[int]) -> list[int]:
+    """Save steps of which only a small part changes; return the links of each large file here, in the newest step."""
+    base = jax.make_array_from_callback(BASE.shape, sharding_of([jax.device_count()], ["x"]), BASE.__getitem__)
+    host = domain(fast, None)
+    tier = jct.FastTierSettings(directory=f"{fast}/{host}", failure_domain=host, interval_steps=1)
+    with jct.StepManager(slow, fast_tier=tier, frozen="base") as manager:
+        for step in steps:
+            manager.save(step, {"state": {"base": base, "lora": np.full(9, step)}}, fast_only=True)
+            manager.wait()
+    (newest,) = Path(fast, host).glob(f"run-*/step-{steps[-1]:010}*")
+    found = [file.stat() for file in newest.rglob("*.safetensors")]
+    return [each.st_nlink for each in found if each.st_size >= 1 << 20]
+
+
+def restores_frozen(slow: str, fast: str) -> list[Any]:
+    """Restore the newest of these steps; return its number, and whether all bytes are right."""
+    with manager_of(slow, fast, None, {}) as manager:
+        found = manager.restore({"state": {"base": np.zeros_like(BASE), "lora": np.zeros(9, np.int64)}})["state"]
+        step = manager.restored_step
+        return [step, bool(np.array_equal(found["base"], BASE) and (found["lora"] == step).all())]
+
+
 def continues(slow: str, fast: str, steps: list[int]) -> list[Any]:
     """Restore, drain what was restored, and save steps; return the step, and the steps of both tiers in the end."""
     with manager_of(slow, fast, None, {}) as manager:
