@@ -195,13 +195,15 @@ bench-fast-tier: $(STAMP)  ## measure copies and parity of the fast tier, and re
 bench-fast-tier-goodput: $(STAMP)  ## kill and erase hosts of a job with a fast tier, without one, and with Orbax (45 minutes; needs gcc)
 	$(BIN)/python -m benchmarks.fast_tier_goodput --json build/bench-fast-tier-goodput.json --page docs/benchmarks
 
-fast-tier: $(STAMP)  ## kill and erase hosts of jobs with a fast tier, flip bytes, and send hostile frames (1 hour; needs root)
+fast-tier: $(STAMP)  ## kill and erase hosts of jobs with a fast tier, flip bytes, send hostile frames, 30 minutes of faults (2 hours; needs root)
 	$(BIN)/python -m tests.nightly.tiers.lost_hosts --trials 100
 	$(BIN)/python -m tests.nightly.tiers.lost_hosts --trials 100 --redundancy xor
 	$(BIN)/python -m tests.nightly.tiers.lost_hosts --trials 100 --redundancy p+q --killed 2
 	$(BIN)/python -m tests.nightly.tiers.lost_hosts --trials 100 --hosts 8
 	$(BIN)/python -m tests.nightly.tiers.flips
 	$(BIN)/python -m tests.nightly.tiers.frames
+	$(BIN)/python -m tests.nightly.tiers.soak
+	$(BIN)/python -m pytest -q -m nightly tests/nightly/tiers/test_memory.py
 
 bench-quick: $(STAMP)  ## run a smaller benchmark in a few minutes
 	$(BIN)/python -m benchmarks.run --quick --json build/bench-quick.json --plots build/bench-quick

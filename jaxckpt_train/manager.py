@@ -567,9 +567,7 @@ class StepManager:
         """
 
         def plan() -> ShutdownPlan:
-            committed = self._run.infos()
-            newest = committed[-1].step if committed else None
-            return plan_last_save(unsaved, newest, self._save_scheduler.known_costs().duration_s, left_s)
+            return plan_last_save(unsaved, self.latest, self._save_scheduler.known_costs().duration_s, left_s)
 
         return ShutdownPlan(*self._job_sync.on_primary("choosing how to leave", plan))
 
@@ -619,7 +617,7 @@ class StepManager:
             self._save_slot.when_ended(functools.partial(self._run.close, longest_s, until))
             self.history.finish(ends_at - time.monotonic(), until)
             if self._fast is not None:
-                self._save_slot.when_ended(self._fast.close)
+                self._save_slot.when_ended(self._fast.tier.close)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -28,7 +28,7 @@ from jaxckpt_train.cli.output import (
 )
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
 from jaxckpt_train.inspection.disk_speed import try_disk, try_operations
-from jaxckpt_train.inspection.fast_tier import bytes_here, host_steps
+from jaxckpt_train.inspection.fast_tier import host_steps
 from jaxckpt_train.inspection.health import RunHealth, health_of
 from jaxckpt_train.inspection.object_trials import backend_for_trials, try_objects
 from jaxckpt_train.inspection.runs import is_run
@@ -36,6 +36,7 @@ from jaxckpt_train.inspection.units import age_text, bytes_text, counted, rate_t
 from jaxckpt_train.store.backends.local import IN_MEMORY, FileSystem, file_system_of, mount_warnings
 from jaxckpt_train.store.backends.local_names import is_directory
 from jaxckpt_train.store.files import file_exists
+from jaxckpt_train.store.removal import file_sizes
 
 PACKAGES = ("jaxckpt-train", "jax", "jaxlib", "numpy", "flax", "orbax-checkpoint", "grain", "obstore")
 MIB = 1 << 20
@@ -141,7 +142,8 @@ def _examine_fast_tier(run: str, path: str, newest_bytes: int, hosts: int) -> tu
             "disk, or memory (tmpfs)"
         )
     # What is here shows what a step takes with copies or parity. Before the first one, assume a copy of each file.
-    step_bytes = max((bytes_here(BACKEND, each) for each, _ in steps), default=newest_bytes // hosts * min(hosts, 2))
+    sizes = [sum(file_sizes(BACKEND, each).values()) for each, _ in steps]
+    step_bytes = max(sizes, default=newest_bytes // hosts * min(hosts, 2))
     needed_bytes = step_bytes * max(1, FAST_STEPS - len(steps))
     if files.free_bytes < needed_bytes:
         warnings.append(

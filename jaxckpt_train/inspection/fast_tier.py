@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from jaxckpt_train.run.entry import Entry, left_behind, owning_run
 from jaxckpt_train.store.backends.base import GONE, Backend
 from jaxckpt_train.store.committed import open_committed
 from jaxckpt_train.store.files import file_exists
-from jaxckpt_train.store.removal import walk_directories
 
 
 def host_steps(backend: Backend, run: str, directory: str) -> list[tuple[str, Entry]]:
@@ -68,14 +66,3 @@ def _status(backend: Backend, path: str, entry: Entry, left: frozenset[str]) -> 
     names = [each.file for each in manifest.segments] + [each.file for part in manifest.parts for each in part.files]
     absent = sum(not file_exists(backend, f"{path}/{name}") for name in names)
     return dataclasses.replace(status, nbytes=committed.data_bytes, absent_files=absent)
-
-
-def bytes_here(backend: Backend, path: str) -> int:
-    """Return the size of the files in the directory of a step on this host, with what it keeps for other hosts."""
-    total = 0
-    for folder, entries in walk_directories(backend, path):
-        for entry in entries:
-            if entry.kind == "file":
-                with contextlib.closing(backend.open(folder, entry.name, direct=False)) as source:
-                    total += source.size
-    return total

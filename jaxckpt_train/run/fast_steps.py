@@ -288,10 +288,6 @@ class FastSteps:
         if self.abandoned.is_set():
             raise CheckpointError("the job has to end; the step stays on the fast tier")
 
-    def close(self) -> None:
-        """Stop serving files to other hosts."""
-        self.tier.close()
-
 
 def _entry_of(name: str, info: Mapping[str, Any]) -> Entry:
     step, generation = parse_step_name(name) or (int(info["step"]), 0)

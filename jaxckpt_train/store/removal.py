@@ -139,6 +139,17 @@ def walk_directories(backend: Backend, directory: str) -> Iterator[tuple[str, li
         waiting += [f"{path}/{entry.name}" for entry in entries if entry.kind == "directory"]
 
 
+def file_sizes(backend: Backend, directory: str) -> dict[str, int]:
+    """The sizes of the files in a directory and below it, by their paths in it, without those that cannot be opened."""
+    sizes, walked = dict[str, int](), walk_directories(backend, directory)
+    for folder, name in [(path, entry.name) for path, entries in walked for entry in entries if entry.kind == "file"]:
+        with contextlib.suppress(StorageError):
+            source = backend.open(folder, name, direct=False)
+            source.close()
+            sizes[f"{folder}/{name}".removeprefix(f"{directory}/")] = source.size
+    return sizes
+
+
 def _may_be_of_checkpointable(backend: Backend, folder: str) -> bool:
     """Whether a checkpointable may have written the whole folder: it holds no hidden file and no other checkpoint."""
     return all(is_plain_name(entry.name) for _, entries in walk_directories(backend, folder) for entry in entries)

@@ -30,7 +30,7 @@ from jaxckpt_train.store.backends.peers import FileServer, Peer, local_address
 from jaxckpt_train.store.committed import read_committed
 from jaxckpt_train.store.manifest import COMMIT_NAME
 from jaxckpt_train.store.process_identity import machine_id
-from jaxckpt_train.store.removal import walk_directories
+from jaxckpt_train.store.removal import file_sizes
 from jaxckpt_train.store.timeouts import report_progress, time_limited
 from jaxckpt_train.tiers.host_files import HeldStep, HostFiles, Name
 from jaxckpt_train.tiers.hosts import Host, Hosts, Protection
@@ -174,7 +174,7 @@ class FastTier:
 
     def bytes_of(self, name: str) -> int:
         """What a directory takes on this host."""
-        return sum(self._sizes(f"{self.directory}/{name}").values())
+        return sum(file_sizes(LocalBackend(), f"{self.directory}/{name}").values())
 
     def peer(self, process: int) -> Peer:
         """The files that another process serves."""
@@ -225,20 +225,9 @@ class FastTier:
                 is_intact = read_committed(LocalBackend(), path) is not None  # only what is here
             except CheckpointError as error:
                 _log.warning("%s: %s; the manifest of another host is used", path, error)
-            found.append(HeldStep(entry.name, is_intact, self._sizes(path)))
+            found.append(HeldStep(entry.name, is_intact, file_sizes(LocalBackend(), path)))
             report_progress()
         return found
-
-    def _sizes(self, path: str) -> dict[str, int]:
-        sizes = dict[str, int]()
-        for folder, entries in walk_directories(self.files, path):
-            for entry in entries:
-                if entry.kind == "file":
-                    with contextlib.suppress(StorageError):
-                        source = self.files.open_here(folder, entry.name)
-                        source.close()
-                        sizes[f"{folder}/{entry.name}".removeprefix(f"{path}/")] = source.size
-        return sizes
 
     def clean(self) -> None:
         """Remove what interrupted saves have left on this host. Only for the owner of the run, before it saves."""

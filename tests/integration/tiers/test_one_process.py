@@ -448,6 +448,16 @@ def test_last_step_before_a_preemption_reaches_the_slow_tier(tmp_path: Path) -> 
     assert steps_in(tmp_path / "slow") == [10, 15]
 
 
+def test_without_time_for_a_save_the_plan_keeps_the_newest_step_of_both_tiers(tmp_path: Path) -> None:
+    with run_on(tmp_path, LocalBackend(), interval_steps=1) as manager:
+        for step in (10, 11):
+            assert manager.save(step, {"x": np.full(10, step)})
+        manager.wait()
+        plan = manager.plan_to_leave(12, 0.0)
+    assert not plan.saves
+    assert "keeping step 11" in plan.why
+
+
 def test_without_time_for_a_copy_the_last_step_stays_on_the_fast_tier(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

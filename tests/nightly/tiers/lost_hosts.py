@@ -8,6 +8,7 @@ a kill before the first save nothing is erased: the step that was restored still
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import shutil
 import sys
@@ -15,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +36,17 @@ class Trials:
         hosts: the number of hosts, and of processes.
         redundancy: as `FastTierSettings.redundancy`.
         killed: how many hosts are killed in each trial.
+
+    Attributes:
+        is_protected: the newest step has all its copies or parity.
     """
 
     def __init__(self, folder: Path, hosts: int, redundancy: str, killed: int, seed: int) -> None:
         self.folder, self.hosts, self.redundancy, self.killed = folder, hosts, redundancy, killed
         self.random, self.found = random.Random(seed), Counter[str]()
         self.problems: list[str] = []
-        self._is_protected = True  # the newest step has all its copies or parity
-        self.log = folder / "log"
+        self.is_protected = True
+        self.slow, self.log = folder / "slow", folder / "log"
         self.log.touch()
 
     def lines(self) -> list[tuple[str, int]]:
@@ -51,13 +56,30 @@ class Trials:
 
     def run(self, names: list[str], number: int) -> None:
         """Start a job, check what it restores, and kill hosts."""
+        lost = self.random.sample(range(self.hosts), self.killed)
+        with self.job(names, number) as job:
+            time.sleep(self.random.uniform(0, LONGEST_S))
+            for host in lost:
+                job.workers[host].process.kill()
+        if self.is_protected:
+            for host in lost:
+                self.erase(host)
+
+    def erase(self, host: int) -> None:
+        """Remove what a host has."""
+        shutil.rmtree(self.folder / "fast" / f"host{host}", ignore_errors=True)
+        self.is_protected = False
+
+    @contextlib.contextmanager
+    def job(self, names: list[str], number: int) -> Iterator[Job]:
+        """A job on these hosts that has restored the right step, and saves until it is killed in the end."""
         before = self.lines()
         newest = before[-1][1] if before else 0
-        job = Job(self.hosts, 1, names, heartbeat_timeout_seconds=100)
+        job = Job(len(names), 1, names, heartbeat_timeout_seconds=100)
         options: dict[str, Any] = {"redundancy": self.redundancy, "timeout_s": 5.0}
         call = threading.Thread(
             target=job.outcomes,
-            args=(fast.train, str(self.folder / "slow"), str(self.folder / "fast"), str(self.log), options),
+            args=(fast.train, str(self.slow), str(self.folder / "fast"), str(self.log), options),
             kwargs={"timeout_s": 1000.0},
             daemon=True,
         )
@@ -65,22 +87,13 @@ class Trials:
         try:
             restored = self._wait(len(before))
             self._check(number, restored, newest)
-            time.sleep(self.random.uniform(0, LONGEST_S))
-            lost = self.random.sample(range(self.hosts), self.killed)
-            for host in lost:
-                job.workers[host].process.kill()
+            yield job
         finally:
             for worker in job.workers:
                 worker.process.kill()
             call.join()
             job.end()
-        if any(what == "saved" for what, _ in self.lines()[len(before) :]):
-            self._is_protected = True
-        if not self._is_protected:
-            return
-        for host in lost:
-            shutil.rmtree(self.folder / "fast" / f"host{host}", ignore_errors=True)
-        self._is_protected = False
+            self.is_protected = self.is_protected or any(what == "saved" for what, _ in self.lines()[len(before) :])
 
     def _wait(self, known: int) -> tuple[str, int]:
         end = time.monotonic() + START_S
