@@ -33,7 +33,7 @@ from jaxckpt_train.settings import FastTierSettings, StoreSettings
 from jaxckpt_train.store.committed import Committed, folders_of, open_committed
 from jaxckpt_train.store.timeouts import time_limited
 from jaxckpt_train.store.transaction import Attempt, Transaction, begin
-from jaxckpt_train.store.verify import copy_verified, take_unchanged
+from jaxckpt_train.store.verify import copy_verified, unchanged_files
 from jaxckpt_train.tiers.fast_tier import FastTier
 
 _log = logging.getLogger("jaxckpt_train")
@@ -68,6 +68,8 @@ class _Found(msgspec.Struct):
 class _BegunDrain(msgspec.Struct):
     directory: bytes
     paths: dict[int, list[str]]  # what each process copies
+    before: bytes = b""  # a step in the directory of the run
+    same: dict[str, tuple[str, int]] = {}  # what is not copied but taken from there, as `unchanged_files` returns it
 
 
 class FastSteps:
@@ -302,7 +304,6 @@ class _Drain:
     ) -> None:
         self._fast, self._run, self._job, self._settings, self._tracker = fast, run, job, settings, tracker
         self._transaction: Transaction | None = None
-        self._taken = dict[str, int]()  # sizes of the files of the newest step of the run that are also in this one
 
     def run(self, name: str, step: int, before: _Copying | None) -> CheckpointMetadata | None:
         """Copy and commit, once the copy `before` has ended. None: it was abandoned."""
@@ -319,7 +320,7 @@ class _Drain:
             answer = self._job.exchange(doing, look, lambda values: self._begin(found[0], name, step), sign)
             begun = msgspec.msgpack.decode(answer, type=_BegunDrain)
             copy = functools.partial(self._copy, found[0], begun)
-            self._job.exchange(doing, copy, lambda values: self._commit(found[0], started), sign, self._tracker)
+            self._job.exchange(doing, copy, lambda values: self._commit(found[0], started, values), sign, self._tracker)
             return describe(found[0])
         except BaseException as error:
             if self._transaction is not None:
@@ -346,12 +347,11 @@ class _Drain:
         path = f"{self._run.directory}/{final}"
         self._transaction = begin(self._run.backend, path, self._settings, publish, is_step=True)
         self._transaction.add_folders(folders_of(source.manifest))
-        before = self._before()
-        if before is not None:
-            self._taken = take_unchanged(before, source, self._transaction)
         paths = self._fast.paths_by_process(name, self._job.processes)
-        paths = {process: [path for path in some if path not in self._taken] for process, some in paths.items()}
-        return msgspec.msgpack.encode(_BegunDrain(os.fsencode(self._transaction.directory), paths))
+        begun, before = _BegunDrain(os.fsencode(self._transaction.directory), paths), self._before()
+        if before is not None:
+            begun.before, begun.same = os.fsencode(before.directory), unchanged_files(before, source)
+        return msgspec.msgpack.encode(begun)
 
     def _before(self) -> Committed | None:
         """The newest step in the directory of the run; None: there is none, or one of its steps is damaged."""
@@ -365,18 +365,20 @@ class _Drain:
             return None
 
     def _copy(self, source: Committed, begun: _BegunDrain) -> bytes:
-        directory, paths = os.fsdecode(begun.directory), frozenset(begun.paths[self._job.process])
+        directory, paths = os.fsdecode(begun.directory), set(begun.paths[self._job.process])
         attempt = self._transaction or Attempt(self._run.backend, directory, self._settings)
         progress = functools.partial(self._fast.progress, self._tracker)
-        copy_verified(self._fast.tier.files, source, attempt, self._settings, progress, paths)
+        same = {path: begun.same[path] for path in paths & begun.same.keys()}
+        taken = attempt.take_files(os.fsdecode(begun.before), same)
+        copy_verified(self._fast.tier.files, source, attempt, self._settings, progress, paths - taken)
         if attempt is not self._transaction:
             attempt.sync()
-        return b""
+        return b"%d" % sum(same[path][1] for path in taken)
 
-    def _commit(self, source: Committed, started: float) -> bytes:
-        """In the primary: make the copy a step of the run, and apply retention."""
+    def _commit(self, source: Committed, started: float, taken: Sequence[bytes]) -> bytes:
+        """In the primary: make the copy a step of the run, and apply retention. `taken`: bytes that were not copied."""
         assert self._transaction is not None
-        taken_bytes = sum(self._taken.values())
+        taken_bytes = sum(map(int, taken))
         info = {**source.manifest.info, **({"taken_bytes": taken_bytes} if taken_bytes else {})}
         committed = self._transaction.commit(msgspec.structs.replace(source.manifest, info=info))
         self._run.committed(committed, info, is_durable=self._settings.durability == "full")

@@ -25,7 +25,7 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -145,13 +145,19 @@ class Attempt:
             self._files.append(path)
         return is_shared
 
-    def take_file(self, source: str, name: str, size: int) -> bool:
-        """Give a file of another checkpoint a name in the attempt, to be synced by the commit; False: it cannot."""
-        path = f"{self.directory}/{name}"
-        is_taken = self._backend.clone(source, path, size)
-        if is_taken:
-            self._files.append(path)
-        return is_taken
+    def take_files(self, directory: str, files: Mapping[str, tuple[str, int]]) -> set[str]:
+        """Give files of the checkpoint in `directory` names in the attempt, to be synced by the commit.
+
+        `files`: by these names, those that they have there, and their sizes. Returns the names of those that were
+        taken; not every storage can do that.
+        """
+        taken = set[str]()
+        for name, (source, size) in files.items():
+            path = f"{self.directory}/{name}"
+            if self._backend.clone(f"{directory}/{source}", path, size):
+                self._files.append(path)
+                taken.add(name)
+        return taken
 
     def drop_file(self, name: str) -> None:
         """Remove a file of the attempt."""

@@ -225,23 +225,14 @@ def copy_verified(
             pass
 
 
-def take_unchanged(
-    before: Committed, committed: Committed, attempt: Attempt, only: Collection[str] | None = None
-) -> dict[str, int]:
-    """Give files of an older checkpoint that are also files of this one their names in the attempt.
+def unchanged_files(before: Committed, committed: Committed) -> dict[str, tuple[str, int]]:
+    """The larger data files of a checkpoint that an older one has, too, by what the manifests say.
 
-    Both are in the same place, as far as the older one has its files there. `only`: as for `copy_verified`. Files are
-    compared by what the two manifests say. Returns the sizes of those that need not be copied.
+    By their paths: those in the older one, and the sizes.
     """
     there = {_content_of(before.manifest, each): each[0].file for each in _segments_of(before.manifest)}
-    taken = dict[str, int]()
-    for each in _segments_of(committed.manifest):
-        name, record = there.get(_content_of(committed.manifest, each)), each[0]
-        if name is None or record.bytes < MIN_APART_BYTES or (only is not None and record.file not in only):
-            continue
-        if attempt.take_file(f"{before.directory}/{name}", record.file, record.bytes):
-            taken[record.file] = record.bytes
-    return taken
+    found = [(each[0], there.get(_content_of(committed.manifest, each))) for each in _segments_of(committed.manifest)]
+    return {now.file: (was, now.bytes) for now, was in found if was is not None and now.bytes >= MIN_APART_BYTES}
 
 
 def _manifest_bytes(backend: Backend, directory: str) -> int:

@@ -30,7 +30,7 @@ from jaxckpt_train.store.manifest import MANIFEST_NAME, FileRecord, decode_manif
 from jaxckpt_train.store.process_index import decode_index
 from jaxckpt_train.store.timeouts import time_limited
 from jaxckpt_train.store.transaction import HostAttempt, Transaction
-from jaxckpt_train.store.verify import copy_verified, take_unchanged
+from jaxckpt_train.store.verify import copy_verified, unchanged_files
 from jaxckpt_train.tiers.fast_tier import FastTier
 from jaxckpt_train.tiers.host_files import LAYOUT_NAME, Layout, Name, decode_layout, encode_layout, parity_name
 from jaxckpt_train.tiers.parity import Kind, Reader, parity_windows, stream_reader
@@ -139,10 +139,11 @@ class HostSave(CheckpointSave):
                 raise CorruptCheckpointError(f"{subject}: is not what process 0 wrote; check the memory")
             attempt.write_file(LAYOUT_NAME, layout_data)
         before = self._opened_here(written.before)
+        same = {} if before is None else unchanged_files(before, committed)
         for other in tier.protection.copied_by(process):
             paths = {path for path, _ in layout.files[other] if not self._has(path)}
             if before is not None:
-                paths.difference_update(take_unchanged(before, committed, attempt, paths))
+                paths -= attempt.take_files(before.directory, {path: same[path] for path in paths & same.keys()})
             source = dataclasses.replace(committed, directory=name)
             copy_verified(tier.opener(other), source, attempt, self._settings, self._read_elsewhere, paths)
         members = tier.protection.set_of(process)

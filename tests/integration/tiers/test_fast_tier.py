@@ -196,12 +196,16 @@ def test_storage_that_hangs_does_not_hold_up_fast_saves(job_of: JobOf, tmp_path:
     assert job_of(2, 1).call(fast.saves_while_the_storage_hangs, *places(tmp_path)) == [[10, 11]] * 2
 
 
-def test_copies_on_other_hosts_share_what_has_not_changed(job_of: JobOf, tmp_path: Path) -> None:
+def test_copies_of_jobs_share_what_has_not_changed(job_of: JobOf, tmp_path: Path) -> None:
     job = job_of(2, 1)
-    links = job.call(fast.saves_frozen, *places(tmp_path), [1, 2])
+    links = job.call(fast.saves_frozen, *places(tmp_path), [10, 20])
     assert links == [[2, 2]] * 2  # its own file and the copy, each in two steps
+    drained = [file.stat() for file in (tmp_path / "slow").glob("step-*/*/*.safetensors")]
+    assert [each.st_nlink for each in drained if each.st_size >= 1 << 20] == [2] * 4
     with lost(tmp_path / "fast", ["host0"]):
-        assert job.call(fast.restores_frozen, *places(tmp_path)) == [[2, True]] * 2
+        assert job.call(fast.restores_frozen, *places(tmp_path)) == [[20, True]] * 2
+    with lost(tmp_path / "fast", ["host0", "host1"]):
+        assert job.call(fast.restores_frozen, *places(tmp_path)) == [[20, True]] * 2
 
 
 def test_dropped_manager_stops_serving(job_of: JobOf, tmp_path: Path) -> None:
