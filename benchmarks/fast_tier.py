@@ -162,21 +162,16 @@ def _goal(name: str, found: float, goal: str, is_met: bool) -> tuple[str, ...]:
     return name, f"{found:.2f}", goal, "met" if is_met else "MISSED"
 
 
-def about_lines(machine: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
-    """The machine, and the versions."""
-    return cost_command.machine_lines(dict(machine))
-
-
 def show(console: Console, machine: Mapping[str, Any], results: Mapping[str, Any]) -> None:
     """Everything, in a terminal."""
-    show_figures(console, machine, tables(results), HOW_TO_READ, about_lines(machine, results)[2:])
+    show_figures(console, machine, tables(results), HOW_TO_READ, [])
 
 
 def write(folder: Path, machine: Mapping[str, Any], results: Mapping[str, Any]) -> None:
     """The page."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = ["# The fast tier", "", "Written by `python -m benchmarks.fast_tier`.", ""]
-    lines += [f"- {line}" for line in about_lines(machine, results)]
+    lines += [f"- {line}" for line in cost_command.machine_lines(dict(machine))]
     lines += ["", "```", results["command"], "```", *figure_lines(tables(results), HOW_TO_READ)]
     (folder / PAGE).write_text("\n".join(lines), encoding="utf-8")
 

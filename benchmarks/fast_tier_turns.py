@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -115,9 +114,3 @@ def restore(folder: str, mib: int, mib_per_s: float) -> float:
     wrong = [name for name, array in found.items() if not holds(array, values_of(name, rows, 1))]
     assert not wrong, f"other bytes in {wrong}"
     return took_s
-
-
-def sizes(folder: str) -> int:
-    """The bytes on the fast tier of this host."""
-    here = Path(folder, "fast", f"host{jax.process_index()}")
-    return sum(Path(path, name).stat().st_size for path, _, names in os.walk(here) for name in names)
