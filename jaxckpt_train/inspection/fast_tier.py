@@ -29,7 +29,7 @@ def host_steps(backend: Backend, run: str, directory: str) -> list[tuple[str, En
     entries, record = scan_with_record(backend, run)
     run_id = record.record.run or owning_run(entries)
     return [
-        (f"{folder}/{entry.name}", entry)
+        (f"{folder}/{entry.name}", dataclasses.replace(entry, is_fast=True))
         for folder in folders
         for entry in scan(backend, folder)
         if run_id is not None and entry.run == run_id

@@ -238,6 +238,13 @@ class RunDirectory:
         """As `infos`, of the fast tier."""
         return tuple(entry.info() for entry in self.fast_line())
 
+    def found_on_fast_tier(self, entries: Sequence[Entry]) -> None:
+        """In the primary: record which steps are on the fast tier, and which of all steps are left behind."""
+        with self._guard:
+            self.fast = [*entries]
+            left = left_behind(self._all(), (self._record if self.is_owner else self._found).record.roll_back)
+            self._left, self._infos = self._origin.left_behind(self._all(), left), None
+
     def saved_to_fast_tier(self, entry: Entry, removed: Collection[str]) -> None:
         """Record a save to the fast tier, and which steps it no longer has."""
         with self._guard:

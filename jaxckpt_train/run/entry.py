@@ -251,7 +251,21 @@ def left_behind(entries: Sequence[Entry], recorded: RollBack | None = None) -> f
         found = recorded
     if telling and telling[-1].sequence > found.sequence:  # an unreliable manifest is the only source
         found = RollBack(names=frozenset(telling[-1].left_behind) - {telling[-1].name})
-    return frozenset(entry.name for entry in entries) & found.names
+    names = frozenset(entry.name for entry in entries) & found.names
+    return names | _passed_by([entry for entry in entries if entry.name not in names])
+
+
+def _passed_by(line: Sequence[Entry]) -> frozenset[str]:
+    """The names of steps of the fast tier at or above the number of a later save: the job that made it lacked them.
+
+    Their hosts were not part of that job, so its manifests do not name them.
+    """
+    saves = [entry for entry in line if entry.has_lineage and entry.is_certain and entry.damaged is None]
+    return frozenset(
+        entry.name
+        for entry in line
+        if entry.is_fast and any(each.sequence > entry.sequence and each.step <= entry.step for each in saves)
+    )
 
 
 def left_behind_by(restored: Entry, entries: Sequence[Entry]) -> frozenset[str]:

@@ -98,7 +98,13 @@ class FastSteps:
         """Find out what is on the fast tier. The steps are candidates of a restore from then on."""
         self.tier.join(self._job_sync.job, coordinator_host())
         names = self.tier.look(self._job_sync.job)
-        sent = self._job_sync.on_primary("reading the fast tier", lambda: self._found(names), time.monotonic)
+
+        def find() -> _Found:
+            found = self._found(names)
+            self._run.found_on_fast_tier(found.entries)  # here: the others receive what is left behind
+            return found
+
+        sent = self._job_sync.on_primary("reading the fast tier", find, time.monotonic)
         found = msgspec.convert(sent, _Found)
         self._run.fast, self._bytes = list(found.entries), self.tier.host_bytes()
         self._foreign = list(found.foreign)

@@ -167,6 +167,16 @@ def test_next_job_continues_after_the_fast_step(job_of: JobOf, tmp_path: Path) -
     assert restored(job, tmp_path) == 21
 
 
+def test_hosts_that_return_with_later_steps_refuse_no_saves(job_of: JobOf, tmp_path: Path) -> None:
+    saved(job_of(HOSTS, 1), tmp_path, [10, 11, 12, 13], "partner")
+    for steps, expected in (([11], [10, [10], [11]]), ([], [11, [10, 11], [11]])):
+        answers = job_of(2, 1).call(fast.continues, *places(tmp_path), steps, ["other0", "other1"])
+        assert answers == [expected] * 2
+    answers = job_of(HOSTS, 1).call(fast.continues, *places(tmp_path), [12, 13])
+    assert answers == [[11, [10, 11], [12, 13]]] * HOSTS
+    assert restored(job_of(HOSTS, 1), tmp_path) == 13
+
+
 def test_directory_that_hosts_share_is_refused(job_of: JobOf, tmp_path: Path) -> None:
     slow, tier = places(tmp_path)
     outcomes = job_of(2, 1).outcomes(fast.shares, slow, tier, ["a", "b"], [tier, tier])

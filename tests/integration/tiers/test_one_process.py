@@ -178,22 +178,44 @@ def test_run_directory_that_is_not_mounted_costs_no_steps(tmp_path: Path) -> Non
     assert train(tmp_path, 26)[:2] == (25, 26.0)
 
 
-def test_steps_that_another_host_did_not_see_are_older(tmp_path: Path) -> None:
-    def manager_of(host: str) -> jct.StepManager:
-        tier = jct.FastTierSettings(directory=tmp_path / host, interval_steps=1, keep=50)
-        return jct.StepManager(tmp_path / "slow", fast_tier=tier, save_decision_policy=jct.FixedIntervalPolicy(10))
+def on_host(tmp_path: Path, host: str, keep: int = 50) -> jct.StepManager:
+    tier = jct.FastTierSettings(directory=tmp_path / host, interval_steps=1, keep=keep)
+    return jct.StepManager(tmp_path / "slow", fast_tier=tier, save_decision_policy=jct.FixedIntervalPolicy(10))
 
-    with manager_of("a") as manager:
+
+def test_steps_that_another_host_did_not_see_are_older(tmp_path: Path) -> None:
+    with on_host(tmp_path, "a") as manager:
         for step in range(10, 20):
             assert manager.save(step, {"x": np.full(10, step)})
-    with manager_of("b") as manager:
+    with on_host(tmp_path, "b") as manager:
         manager.restore()
         assert manager.restored_step == 10
         for step in (20, 30):
             assert manager.save(step, {"x": np.full(10, -step)})
-    with manager_of("a") as manager:
+    with on_host(tmp_path, "a") as manager:
         assert manager.restore()["x"][0] == -30
         assert manager.save(31, {"x": np.full(10, -31)})
+
+
+def test_host_that_returns_with_later_steps_of_an_older_job_refuses_no_saves(tmp_path: Path) -> None:
+    with on_host(tmp_path, "a", keep=2) as manager:
+        for step in range(10, 14):
+            assert manager.save(step, {"x": np.full(10, step)})
+    with on_host(tmp_path, "b") as manager:
+        manager.restore()
+        assert manager.save(11, {"x": np.full(10, -11)}, force=True)  # to both tiers
+    with on_host(tmp_path, "a", keep=2) as manager:
+        manager.own()
+        assert manager.restore()["x"][0] == -11
+        assert manager.fast_steps == []
+        for step in (12, 13):
+            assert manager.save(step, {"x": np.full(10, -step)})
+        manager.wait()
+        assert manager.fast_steps == [12, 13]
+    found = [jct.load(each)[0] for each in sorted((tmp_path / "a").glob("run-*/step-*"))]
+    assert found == [-12, -13]  # nothing of the older job is left
+    with on_host(tmp_path, "a", keep=2) as manager:
+        assert manager.restore()["x"][0] == -13
 
 
 def test_load_finds_fast_steps_and_restores_nothing(tmp_path: Path) -> None:

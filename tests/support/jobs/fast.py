@@ -169,19 +169,17 @@ def restores_frozen(slow: str, fast: str) -> list[Any]:
         return [step, bool(np.array_equal(found["base"], BASE) and (found["lora"] == step).all())]
 
 
-def continues(slow: str, fast: str, steps: list[int]) -> list[Any]:
+def continues(slow: str, fast: str, steps: list[int], hosts: list[str] | None = None) -> list[Any]:
     """Restore, drain what was restored, and save steps; return the step, and the steps of both tiers in the end."""
-    with manager_of(slow, fast, None, {}) as manager:
+    with manager_of(slow, fast, hosts, {}) as manager:
         manager.restore({"state": state_of(0)})
         manager.own()
         manager.drain_newest()
         for step in steps:
             assert manager.save(step, {"state": state_of(step)}).saved
         manager.wait()
-        found = manager.on_all("looking", lambda: manager.steps)
-        tiers = [found, manager.fast_steps] if manager.is_primary else None
-        restored = manager.restored_step
-    return [restored, *(tiers or [[10, 11, 20], [20, 21]])]
+        tiers = manager._job_sync.on_primary("looking", lambda: [manager.steps, manager.fast_steps])
+        return [manager.restored_step, *tiers]
 
 
 def train(slow: str, fast: str, log: str, options: dict[str, Any]) -> None:
