@@ -186,8 +186,9 @@ class RunDirectory:
         with self._guard:
             self._take_record()
             self._run_id = self._record.record.run or owning_run(self._entries) or self._run_id
-            if self.fast_tier is not None:
-                # Hosts that this job does not have may have steps that it cannot see: its saves get higher numbers.
+            if self.fast_tier is not None or self._record.record.run:
+                # Hosts may have steps that this job cannot see, as it does not have them, or has no fast tier: its
+                # saves get higher numbers.
                 self._record.name_run(self._run_id)
                 self._highest = max(self._highest, self._record.record.number * UNKNOWN_SAVES)
             self._left = self._origin.left_behind(self._all(), self._left)

@@ -88,7 +88,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps: dict[str, dict[str, Any]] | None = None
     links: dict[str, str] = {}  # on object stores: the links to steps, with the names of these
     roll_back: RollBack = RollBack()
-    run: str = ""  # the id of the run, if it has a fast tier, whose steps state it
+    run: str = ""  # the id of the run, if one of its jobs had a fast tier, whose steps state it
 
     def entries(self) -> list[Entry]:
         """The committed steps on an object store, as their manifests describe them."""

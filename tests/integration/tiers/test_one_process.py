@@ -218,6 +218,23 @@ def test_host_that_returns_with_later_steps_of_an_older_job_refuses_no_saves(tmp
         assert manager.restore()["x"][0] == -13
 
 
+def test_steps_of_a_job_without_a_fast_tier_are_newer(tmp_path: Path) -> None:
+    with on_host(tmp_path, "a", keep=2) as manager:
+        for step in range(10, 14):
+            assert manager.save(step, {"x": np.full(10, step)})
+    with jct.StepManager(tmp_path / "slow") as manager:
+        assert manager.restore()["x"][0] == 10
+        for step in (11, 15):
+            assert manager.save(step, {"x": np.full(10, -step)})
+    with on_host(tmp_path, "a", keep=2) as manager:
+        assert manager.restore()["x"][0] == -15
+        assert manager.save(16, {"x": np.full(10, -16)})
+        manager.wait()
+        assert manager.fast_steps == [16]
+    with on_host(tmp_path, "a", keep=2) as manager:
+        assert manager.restore()["x"][0] == -16
+
+
 def test_load_finds_fast_steps_and_restores_nothing(tmp_path: Path) -> None:
     tier = jct.FastTierSettings(directory=tmp_path / "fast")
     with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
