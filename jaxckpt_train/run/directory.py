@@ -251,6 +251,7 @@ class RunDirectory:
         with self._guard:
             self.fast = [each for each in [*self.fast, entry] if each.name not in removed]
             self._highest = max(self._highest, entry.sequence)
+            self._origin.saved()
             self._left = frozenset(entry.left_behind) - {entry.name}
 
     def check_fresh(self, *, allows_flax: bool = False) -> None:
@@ -386,7 +387,7 @@ class RunDirectory:
     def refuse(self, step: int, *, overwrite: bool = False) -> None:
         """Refuse to save a step that is committed. A step left behind or set aside as damaged may be saved again."""
         with self._guard:
-            self._origin.refuse(self.directory, self._entries)
+            self._origin.refuse(self.directory, self._all())
             if not overwrite:
                 check_new_step(self.directory, step, self._line(), self._origin.entry)
 

@@ -235,6 +235,22 @@ def test_steps_of_a_job_without_a_fast_tier_are_newer(tmp_path: Path) -> None:
         assert manager.restore()["x"][0] == -16
 
 
+def test_reader_does_not_leave_fast_steps_of_another_job_behind(tmp_path: Path) -> None:
+    with on_host(tmp_path, "a") as manager:
+        assert manager.save(10, {"x": np.full(10, 10)})
+    with on_host(tmp_path, "a") as reader:
+        assert reader.restore()["x"][0] == 10
+        with on_host(tmp_path, "a") as manager:
+            manager.restore()
+            for step in (11, 12):
+                assert manager.save(step, {"x": np.full(10, step)})
+        with pytest.raises(jct.CheckpointExistsError, match="saved 11, 12"):
+            reader.save(13, {"x": np.full(10, -13)})
+        assert reader.restore()["x"][0] == 12
+        for step in (13, 14):
+            assert reader.save(step, {"x": np.full(10, step)})
+
+
 def test_load_finds_fast_steps_and_restores_nothing(tmp_path: Path) -> None:
     tier = jct.FastTierSettings(directory=tmp_path / "fast")
     with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
