@@ -448,15 +448,15 @@ class RunDirectory:
         self._deleter.delete([], hidden=[] if attempt is None else [attempt.rpartition("/")[2]])
 
     def record_roll_back(self) -> None:
-        """Record what a roll-back left behind, after the first step saved since is on the disk."""
+        """Record what a roll-back left behind, after the first step saved since is on a disk."""
         with self._guard:
-            there = {entry.name for entry in self._entries}
-            last = max(self._entries, key=lambda entry: entry.sequence)
-            if any(each.sequence > last.sequence for each in self.fast):
+            entries = self._all()
+            there, last = {entry.name for entry in entries}, max(entries, key=lambda entry: entry.sequence)
+            if last.name in self._left:  # no step was saved since
                 return
             now = RollBack(last.sequence, self._left & there)
             is_recorded = now.names == self._record.record.roll_back.names & there
-        if not is_recorded and (last.is_durable or self._deleter.make_durable(last.name)):
+        if not is_recorded and (last.is_fast or last.is_durable or self._deleter.make_durable(last.name)):
             self._record.roll_back(now)
 
     def synced(self, name: str, *, is_durable: bool) -> bool:

@@ -201,6 +201,8 @@ class FastSteps:
         name, info = os.path.basename(committed.directory), committed.manifest.info
         entry = _entry_of(name, info)
         self._run.saved_to_fast_tier(entry, message.removed)
+        if self._job_sync.is_primary:
+            self._run.record_roll_back()
         self._of_this_job.add(name)
         self._of_this_job.difference_update(message.removed)
         if self.tier.is_leader:

@@ -330,6 +330,22 @@ def test_roll_back_leaves_fast_steps_behind(tmp_path: Path) -> None:
         assert manager.restore(step=13)["x"][0] == 13  # still there, if asked for
 
 
+def test_roll_back_outlives_the_branch_after_it(tmp_path: Path) -> None:
+    with on_host(tmp_path, "a") as manager:
+        for step in (10, 11, 20, 21):
+            assert manager.save(step, {"x": np.full(10, step)})
+    with on_host(tmp_path, "a") as manager:
+        manager.restore(step=10, roll_back=True)
+        for step in (11, 12):
+            assert manager.save(step, {"x": np.full(10, -step)})
+    shutil.rmtree(tmp_path / "a")
+    with on_host(tmp_path, "a") as manager:
+        manager.own()
+        assert manager.restore()["x"][0] == 10
+    with jct.StepManager(tmp_path / "slow") as manager:
+        assert manager.restore()["x"][0] == 10
+
+
 def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path / "slow", fast_tier=jct.FastTierSettings(directory=tmp_path / "fast")) as manager:
         assert manager.save(1, {"x": np.zeros(1)}, fast_only=True)
