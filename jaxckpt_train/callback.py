@@ -544,8 +544,10 @@ class CheckpointCallback:
         A loop that was asked to leave and has completed all its updates is not preempted, unless it has lost some.
         """
         shutdown = self._shutdown
-        if self._options.save_on_exit and self._can_save():
-            if self._loop.has_unreported_update():
+        if self._options.save_on_exit and self._may_save():
+            if self._unsaved() is None:
+                self.manager.drain_newest()  # it may be on the fast tier alone
+            elif self._loop.has_unreported_update():
                 self._loop.warn_unsaved(self._saved)
             elif shutdown.must_leave():
                 shutdown.finish(self._save_before_leaving)
@@ -591,10 +593,14 @@ class CheckpointCallback:
         _log.error("step %d is not saved: %s; the last saved one is %s", self._loop.step, lost, self.manager.latest)
         return SaveResult(False, lost)
 
+    def _may_save(self) -> bool:
+        """Return whether the end of the loop may save its last completed update, or copy it to the run directory."""
+        is_over = not self.enabled or self._closed or self.preempted or self._shutdown.outcome is Outcome.GIVEN_UP
+        return not is_over and self._loop.last is not None
+
     def _can_save(self) -> bool:
         """Return whether there is a completed update to save at the end of the loop."""
-        is_over = not self.enabled or self._closed or self.preempted or self._shutdown.outcome is Outcome.GIVEN_UP
-        return not is_over and self._unsaved() is not None
+        return self._may_save() and self._unsaved() is not None
 
     def _save_after(self, error: BaseException) -> None:
         """Save the last completed update after an error, if its values are unchanged. A failed save becomes a note."""

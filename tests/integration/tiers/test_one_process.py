@@ -56,6 +56,21 @@ def test_steps_go_to_both_tiers(tmp_path: Path) -> None:
     assert [each["step"] for each in events if each["event"] == "drain"] == [10, 20, 25]
 
 
+@pytest.mark.parametrize("in_steps", [True, False])
+@pytest.mark.parametrize("end", [16, 17])
+def test_last_step_of_a_loop_that_ends_early_is_copied(tmp_path: Path, in_steps: bool, end: int) -> None:
+    tier = {"directory": tmp_path / "fast", "interval_steps": 2}
+    with jct.CheckpointCallback(tmp_path / "slow", save_interval_steps=10, fast_tier=tier) as ckpt:
+        state = ckpt.resume({"w": np.zeros(1000)})
+        for step in ckpt.steps(100) if in_steps else range(end):
+            state = {"w": state["w"] + 1}
+            ckpt(state, step=None if in_steps else step + 1)
+            if step + 1 == end:
+                break
+    assert steps_in(tmp_path / "slow") == [10, end]
+    assert np.array_equal(jct.load(tmp_path / "slow" / f"step-{end:010}")["w"], np.full(1000, float(end)))
+
+
 def frozen_state(step: int) -> dict[str, Any]:
     """A state of which only a small part changes."""
     base = np.random.default_rng(1).integers(0, 1 << 32, 1 << 20, np.uint32)
