@@ -35,7 +35,7 @@ from jaxckpt_train.store.timeouts import report_progress, time_limited
 from jaxckpt_train.tiers.host_files import HeldStep, HostFiles, Name
 from jaxckpt_train.tiers.hosts import Host, Hosts, Protection
 
-TOKEN_BYTES = 32
+TOKEN_BYTES, MARK_BYTES = 32, 8
 _MARK = ".host-"
 _LOSSES = {"none": 0, "partner": 1, "xor": 1, "p+q": 2}
 _log = logging.getLogger("jaxckpt_train")
@@ -76,7 +76,9 @@ class FastTier:
         if job.processes == 1:
             self.hosts, self._has_joined = Hosts([Host(0, domain, self.directory)]), True
             return
-        token = job.exchange("joining the fast tier", bytes, lambda values: secrets.token_bytes(TOKEN_BYTES))
+        size = TOKEN_BYTES + MARK_BYTES
+        drawn = job.exchange("joining the fast tier", bytes, lambda values: secrets.token_bytes(size))
+        token, mark = drawn[:TOKEN_BYTES], drawn[TOKEN_BYTES:].hex()
 
         def serve() -> bytes:
             host = self.settings.address or local_address(coordinator_address or "127.0.0.1")
@@ -88,7 +90,7 @@ class FastTier:
         hosts = [msgspec.msgpack.decode(each, type=Host) for each in msgspec.msgpack.decode(found, type=list[bytes])]
         self.hosts = Hosts(hosts)
         self._refuse_divided_hosts()
-        self._refuse_shared_directory(job, token.hex())
+        self._refuse_shared_directory(job, mark)
         self._peers = {
             each.process: Peer(each.process, each.address, token, self.settings.timeout_s)
             for each in hosts
@@ -115,9 +117,12 @@ class FastTier:
                 "failure_domain if they are not lost together"
             )
 
-    def _refuse_shared_directory(self, job: Coordinator, token: str) -> None:
-        """Raise SettingsError if several hosts have one directory. Each host leaves a mark, and looks for others."""
-        mark = f"{_MARK}{token}-{job.process}"
+    def _refuse_shared_directory(self, job: Coordinator, drawn: str) -> None:
+        """Raise SettingsError if several hosts have one directory. Each host leaves a mark, and looks for others.
+
+        `drawn`: random, the same in all processes. Other users may see it, so it must say nothing about the token.
+        """
+        mark = f"{_MARK}{drawn}-{job.process}"
 
         def leave() -> bytes:
             if self.is_leader:
@@ -126,13 +131,13 @@ class FastTier:
 
         def look() -> bytes:
             names = [entry.name for entry in self.files.list(self.directory) if entry.name.startswith(_MARK)]
-            if f"{_MARK}{token}-{self.hosts.leader(job.process)}" not in names:
+            if f"{_MARK}{drawn}-{self.hosts.leader(job.process)}" not in names:
                 raise SettingsError(
                     f"fast_tier: {self.directory}: processes {self.hosts.leader(job.process)} and {job.process} are on "
                     "one machine, but do not see the same directory (containers?): give each container a "
                     "failure_domain of its own"
                 )
-            if self.is_leader and any(name.startswith(f"{_MARK}{token}") and name != mark for name in names):
+            if self.is_leader and any(name.startswith(f"{_MARK}{drawn}") and name != mark for name in names):
                 raise SettingsError(
                     f"fast_tier: {self.directory} is shared by several hosts: choose a directory that each host has "
                     "for itself, on a local disk or in memory"

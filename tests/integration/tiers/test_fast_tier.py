@@ -232,6 +232,10 @@ def test_containers_of_one_machine_are_refused_without_domains(job_of: JobOf, tm
     assert all("SettingsError" in each["error"] and "failure_domain" in each["error"] for each in outcomes)
 
 
+def test_no_file_name_has_the_token(job_of: JobOf, tmp_path: Path) -> None:
+    assert job_of(2, 1).call(fast.marks_with_token, *places(tmp_path)) == [[1, 0]] * 2
+
+
 @pytest.mark.parametrize(("before", "after"), [((1, 8), (1, 8)), ((2, 4), (4, 2))])
 def test_another_mesh_of_two_dimensions(
     job_of: JobOf, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 import jaxckpt_train as jct
+from jaxckpt_train.store.backends.base import Entry
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.jobs import training
 from tests.support.jobs.arrays import Spec, digest_of, holds, sharding_of
@@ -284,6 +285,24 @@ def sees_another_disk(slow: str, fast: str) -> None:
         files.list = lambda path: []  # type: ignore[method-assign]
     with manager:
         manager.save(1, {"state": state_of(1)})
+
+
+def marks_with_token(slow: str, fast: str) -> list[int]:
+    """Join a fast tier; return how many names of files others may see meanwhile, and how many contain the token."""
+    with manager_of(slow, fast, None, {}) as manager:
+        assert manager._fast is not None
+        tier, seen = manager._fast.tier, set[str]()
+        listed = tier.files.list
+
+        def list_and_note(path: str) -> list[Entry]:
+            found = listed(path)
+            seen.update(entry.name for entry in found)
+            return found
+
+        tier.files.list = list_and_note  # type: ignore[method-assign]
+        manager.own()
+        assert tier._server is not None
+        return [len(seen), sum(tier._server._token.hex() in name for name in seen)]
 
 
 def saves_often(slow: str, fast: str, saves: int, mib: int, options: dict[str, Any]) -> list[dict[str, int]]:
