@@ -136,8 +136,7 @@ class FastSteps:
         if self._is_clean:
             return
         self.tier.join(self._job_sync.job, coordinator_host())
-        if self.tier.is_leader:
-            self.tier.clean()
+        self._job_sync.on_all("removing what interrupted saves have left on the fast tier", self.tier.clean)
         self.look()
         if self._foreign and self._job_sync.is_primary:
             _log.warning(

@@ -72,12 +72,16 @@ class FastTier:
             return
         self._process = job.process
         domain = self.settings.failure_domain or machine_id()
-        self.files.make_directory(self.directory, parents=True, sync=False)
+
+        def make() -> bytes:
+            self.files.make_directory(self.directory, parents=True, sync=False)
+            return b""
+
+        size = TOKEN_BYTES + MARK_BYTES
+        drawn = job.exchange("joining the fast tier", make, lambda values: secrets.token_bytes(size))
         if job.processes == 1:
             self.hosts, self._has_joined = Hosts([Host(0, domain, self.directory)]), True
             return
-        size = TOKEN_BYTES + MARK_BYTES
-        drawn = job.exchange("joining the fast tier", bytes, lambda values: secrets.token_bytes(size))
         token, mark = drawn[:TOKEN_BYTES], drawn[TOKEN_BYTES:].hex()
 
         def serve() -> bytes:
@@ -234,13 +238,15 @@ class FastTier:
             report_progress()
         return found
 
+    @time_limited
     def clean(self) -> None:
         """Remove what interrupted saves have left on this host. Only for the owner of the run, before it saves."""
-        for entry in self.files.list(self.directory):
+        for entry in self.files.list(self.directory) if self.is_leader else ():
             path = f"{self.directory}/{entry.name}"
             is_left = entry.name.startswith(".step-") or (entry.name.startswith("step-") and not self._has_commit(path))
             if entry.kind == "directory" and is_left:
                 self.files.remove(path)
+                report_progress()
 
     def _has_commit(self, path: str) -> bool:
         return self.files.kind(f"{path}/{COMMIT_NAME}") == "file"

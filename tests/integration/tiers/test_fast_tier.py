@@ -232,6 +232,24 @@ def test_containers_of_one_machine_are_refused_without_domains(job_of: JobOf, tm
     assert all("SettingsError" in each["error"] and "failure_domain" in each["error"] for each in outcomes)
 
 
+@pytest.mark.parametrize("host", [0, 1])
+def test_host_without_a_directory_fails_all_at_once(job_of: JobOf, tmp_path: Path, host: int) -> None:
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "fast" / f"host{host}").write_text("not a directory")
+    start = time.monotonic()
+    outcomes = job_of(2, 1).outcomes(fast.restore, *places(tmp_path))
+    assert all("StorageError" in each["error"] and f"fast/host{host}" in each["error"] for each in outcomes)
+    assert time.monotonic() - start < fast.BARRIER_TIMEOUT_S
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_host_that_cannot_clean_fails_all_at_once(job_of: JobOf, tmp_path: Path, host: int) -> None:
+    start = time.monotonic()
+    outcomes = job_of(2, 1).outcomes(fast.owns_with_a_refusal, *places(tmp_path), host)
+    assert all("StorageError" in each["error"] and "Device or resource busy" in each["error"] for each in outcomes)
+    assert time.monotonic() - start < fast.BARRIER_TIMEOUT_S
+
+
 def test_no_file_name_has_the_token(job_of: JobOf, tmp_path: Path) -> None:
     assert job_of(2, 1).call(fast.marks_with_token, *places(tmp_path)) == [[1, 0]] * 2
 

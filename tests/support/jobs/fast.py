@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import socket
 import threading
@@ -17,6 +18,7 @@ from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.jobs import training
 from tests.support.jobs.arrays import Spec, digest_of, holds, sharding_of
 
+BARRIER_TIMEOUT_S = 20.0
 SHAPES: dict[str, tuple[list[int], str]] = {
     "rows": ([120, 500], "float32"),
     "columns": ([16, 120], "int32"),
@@ -65,7 +67,7 @@ def manager_of(slow: str, fast: str, hosts: list[str] | None, options: dict[str,
     host = domain(fast, hosts)
     given: dict[str, Any] = {"failure_domain": host, "interval_steps": 1, **options}
     tier = jct.FastTierSettings(directory=f"{fast}/{host}", **given)
-    store = jct.StoreSettings(barrier_timeout_s=20.0)
+    store = jct.StoreSettings(barrier_timeout_s=BARRIER_TIMEOUT_S)
     return jct.StepManager(slow, fast_tier=tier, settings=store, save_decision_policy=jct.FixedIntervalPolicy(10))
 
 
@@ -285,6 +287,26 @@ def sees_another_disk(slow: str, fast: str) -> None:
         files.list = lambda path: []  # type: ignore[method-assign]
     with manager:
         manager.save(1, {"state": state_of(1)})
+
+
+def owns_with_a_refusal(slow: str, fast: str, process: int) -> None:
+    """Own a run; what an interrupted save has left on the host of a process is in use there."""
+    manager = manager_of(slow, fast, None, {})
+    assert manager._fast is not None
+    tier = manager._fast.tier
+    Path(tier.directory, ".step-0000000001.tmp").mkdir(parents=True)
+    if jax.process_index() == process:
+
+        remove = tier.files.remove
+
+        def refuse(path: str) -> None:
+            if "/.step-" in path:
+                raise jct.StorageError(errno.EBUSY, "Device or resource busy", path)
+            remove(path)
+
+        tier.files.remove = refuse  # type: ignore[method-assign]
+    with manager:
+        manager.own()
 
 
 def marks_with_token(slow: str, fast: str) -> list[int]:
