@@ -26,7 +26,7 @@ from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, ProgressTracker,
 from jaxckpt_train.policies.context import SavePolicy
 from jaxckpt_train.policies.save import AnySavePolicy, FixedIntervalPolicy, OverheadBudgetPolicy
 from jaxckpt_train.run.directory import RunDirectory
-from jaxckpt_train.run.entry import Entry, entry_from_manifest, parse_step_name
+from jaxckpt_train.run.entry import Entry, branch_last, entry_from_manifest, parse_step_name
 from jaxckpt_train.run.history import Clock
 from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.settings import FastTierSettings, StoreSettings
@@ -35,6 +35,7 @@ from jaxckpt_train.store.timeouts import time_limited
 from jaxckpt_train.store.transaction import Attempt, Transaction, begin
 from jaxckpt_train.store.verify import copy_verified, unchanged_files
 from jaxckpt_train.tiers.fast_tier import FastTier
+from jaxckpt_train.tiers.host_files import LAYOUT_NAME
 
 _log = logging.getLogger("jaxckpt_train")
 _Copying = PendingSave[CheckpointMetadata | None]  # None: abandoned
@@ -59,10 +60,14 @@ class FastSaved(msgspec.Struct):
 
 
 class _Found(msgspec.Struct):
-    """The steps of the run on its fast tier in the order of the saves, and the names of those of another run."""
+    """The steps of the run on its fast tier in the order of the saves, and the names of other directories there.
+
+    Those are steps of another run, and what is left of steps that cannot be used any more.
+    """
 
     entries: tuple[Entry, ...]
     foreign: tuple[str, ...]
+    unusable: tuple[str, ...]
 
 
 class _BegunDrain(msgspec.Struct):
@@ -89,6 +94,7 @@ class FastSteps:
         self._drains = list[_Copying]()  # each waits for the one before
         self._of_this_job, self._bytes = set[str](), dict[str, int]()  # by name; the bytes: on the fullest host
         self._foreign = list[str]()  # steps of a run whose directory was deleted, or is not mounted
+        self._unusable = list[str]()  # what is left of older steps; removed once there is a newer one
         self._is_clean = False
         self._is_leaving, self._ends_at = False, math.inf  # by time.monotonic()
         self.drain_s = 0.0  # what the last copy took
@@ -107,29 +113,37 @@ class FastSteps:
         sent = self._job_sync.on_primary("reading the fast tier", find, time.monotonic)
         found = msgspec.convert(sent, _Found)
         self._run.fast, self._bytes = list(found.entries), self.tier.host_bytes()
-        self._foreign = list(found.foreign)
+        self._foreign, self._unusable = list(found.foreign), list(found.unusable)
 
     @time_limited
-    def _found(self, names: Sequence[str]) -> _Found:
-        """In the primary: what these steps are."""
-        run_id, found, foreign = self._run.run_id(), list[Entry](), list[str]()
-        for name in names:
+    def _found(self, names: Mapping[str, bool]) -> _Found:
+        """In the primary: what these directories are. The value of each: whether some host has its manifest."""
+        run_id, found, foreign, unusable = self._run.run_id(), list[Entry](), list[str](), list[str]()
+        for name, has_manifest in names.items():
             path = f"{self.tier.directory}/{name}"
             if parse_step_name(name) is None:
+                continue
+            if not has_manifest:  # the log of its host says more, unless its removal was interrupted
+                unusable.append(name)
                 continue
             try:
                 info = open_committed(self.tier.files, path, is_complete=False).manifest.info
             except CheckpointError as error:
                 _log.warning("%s: ignored: %s", path, error)
+                unusable.append(name)
                 continue
             entry = _entry_of(name, info)
             if entry.run != run_id:
                 foreign.append(name)
             elif not self.tier.files.is_complete(name):
-                _log.warning("step %d of the fast tier is ignored: too many hosts that had parts are lost", entry.step)
+                is_known = self.tier.files.layout(name) is not None
+                why = "too many of its files are lost" if is_known else f"no host has an intact {LAYOUT_NAME}"
+                _log.warning("step %d of the fast tier is ignored: %s", entry.step, why)
+                unusable.append(name)
             else:
                 found.append(entry)
-        return _Found(tuple(sorted(found, key=lambda entry: entry.order)), tuple(foreign))
+        entries = tuple(sorted(found, key=lambda entry: entry.order))
+        return _Found(entries, tuple(foreign), tuple(unusable))
 
     def own(self) -> None:
         """After the run is owned: join the other hosts, remove what interrupted saves have left, and look."""
@@ -138,6 +152,7 @@ class FastSteps:
         self.tier.join(self._job_sync.job, coordinator_host())
         self._job_sync.on_all("removing what interrupted saves have left on the fast tier", self.tier.clean)
         self.look()
+        self.tier.remove_interrupted()
         if self._foreign and self._job_sync.is_primary:
             _log.warning(
                 "%s: has steps of another run in %s (%s): that was deleted, or is not mounted. They are removed once "
@@ -167,7 +182,9 @@ class FastSteps:
         fast = [*self._run.fast, _entry_of(name, info)]
         held = {drain.subject for drain in self._drains if not drain.done()}
         self._bytes[name] = host_bytes
-        removed = [each for each in self._expired(fast) if each not in held]
+        left = frozenset(fast[-1].left_behind) - {name}
+        removed = [each for each in [*self._unusable, *self._expired(branch_last(fast, left))] if each not in held]
+        self._unusable = [each for each in self._unusable if each in held]
         if self._foreign and self._run.infos():
             removed += self._foreign
             self._foreign = []
@@ -186,7 +203,7 @@ class FastSteps:
         return FastSaved(tuple(removed), drains)
 
     def _expired(self, fast: Sequence[Entry]) -> list[str]:
-        """The names of the steps beyond the number or the bytes that are kept; the newest is always kept."""
+        """The names of the first steps beyond the number or the bytes that are kept; the last is always kept."""
         limit, total = self._settings.max_bytes, 0
         sizes = [self._bytes.get(entry.name, 0) for entry in fast]
         for kept, size in enumerate(reversed(sizes)):

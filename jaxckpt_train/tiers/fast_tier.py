@@ -205,8 +205,12 @@ class FastTier:
             self._peers[process].read_into(path, 0, data)
         return data.tobytes()
 
-    def look(self, job: Coordinator) -> list[str]:
-        """Find out which steps the hosts have, in all processes; return their names."""
+    def look(self, job: Coordinator) -> dict[str, bool]:
+        """Find out which steps the hosts have, in all processes.
+
+        Returns:
+            Their names, and whether some host has an intact manifest and COMMIT.
+        """
         give = functools.partial(self._encoded_steps, job.process)
         answer = job.exchange("looking at the fast tier", give, msgspec.msgpack.encode)
         sent = msgspec.msgpack.decode(answer, type=list[bytes])
@@ -215,7 +219,8 @@ class FastTier:
         self._held = {each: held[each] for each in self.hosts.leaders()}
         others = {self._peers[each]: held[each] for each in self.hosts.leaders() if each != leader}
         self.files.know(held[leader], others)
-        return sorted({step.name for steps in held for step in steps if step.is_intact})
+        intact = {step.name for steps in held for step in steps if step.is_intact}
+        return {name: name in intact for name in sorted({step.name for steps in held for step in steps})}
 
     def _encoded_steps(self, process: int) -> bytes:
         steps = self._steps_here() if self.hosts.leader(process) == process else []
@@ -233,23 +238,29 @@ class FastTier:
             try:
                 is_intact = read_committed(LocalBackend(), path) is not None  # only what is here
             except CheckpointError as error:
-                _log.warning("%s: %s; the manifest of another host is used", path, error)
+                there = "it is ignored" if self.hosts.count == 1 else "that of another host is used, if there is one"
+                _log.warning("%s: %s; %s", path, error, there)
             found.append(HeldStep(entry.name, is_intact, file_sizes(LocalBackend(), path)))
             report_progress()
         return found
 
     @time_limited
     def clean(self) -> None:
-        """Remove what interrupted saves have left on this host. Only for the owner of the run, before it saves."""
+        """Remove what interrupted saves have left on this host. Only for the owner of the run, before it saves.
+
+        A step without COMMIT stays: another host may have it, and need the files that are here.
+        """
         for entry in self.files.list(self.directory) if self.is_leader else ():
-            path = f"{self.directory}/{entry.name}"
-            is_left = entry.name.startswith(".step-") or (entry.name.startswith("step-") and not self._has_commit(path))
-            if entry.kind == "directory" and is_left:
-                self.files.remove(path)
+            if entry.kind == "directory" and entry.name.startswith(".step-"):
+                self.files.remove(f"{self.directory}/{entry.name}")
                 report_progress()
 
-    def _has_commit(self, path: str) -> bool:
-        return self.files.kind(f"{path}/{COMMIT_NAME}") == "file"
+    def remove_interrupted(self) -> None:
+        """Remove the steps without COMMIT on any host, as of the last look: their removal was interrupted."""
+        every = [step for steps in self._held.values() for step in steps]
+        there = {step.name for step in every if COMMIT_NAME in step.files}
+        if self.is_leader:
+            self.remove(sorted({step.name for step in every} - there))
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove steps from this host, COMMIT first; a refusal is only logged."""

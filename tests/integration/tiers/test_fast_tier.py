@@ -147,6 +147,25 @@ def test_host_with_damaged_metadata_still_gives_its_files(job_of: JobOf, tmp_pat
         file.write_bytes(whole)
 
 
+def test_owner_uses_the_files_of_a_host_that_lost_only_its_commit(job_of: JobOf, tmp_path: Path) -> None:
+    job, tier = job_of(HOSTS, 1), tmp_path / "fast"
+    saved(job, tmp_path, [10, 11], "partner")
+    (commit,) = tier.glob(f"host2/run-*/step-*0011*/{COMMIT_NAME}")
+    commit.unlink()
+    shutil.rmtree(tier / "host1")
+    answers = job.call(fast.owns, *places(tmp_path), [12, 13], {"keep": 2})
+    assert answers == [[11, [], [12, 13]]] * HOSTS
+
+
+def test_what_is_left_of_lost_steps_is_removed(job_of: JobOf, tmp_path: Path) -> None:
+    job = job_of(HOSTS, 1)
+    saved(job, tmp_path, [10, 11], "partner")
+    for host in ("host1", "host2"):
+        shutil.rmtree(tmp_path / "fast" / host)
+    answers = job.call(fast.owns, *places(tmp_path), [11], {"keep": 5})
+    assert answers == [[10, [], [11]]] * HOSTS
+
+
 def test_first_update_after_a_restore_renews_copies(job_of: JobOf, tmp_path: Path) -> None:
     job, tier = job_of(HOSTS, 1), tmp_path / "fast"
     arguments = (*places(tmp_path), 5, {"save_interval_steps": 100, "save_on_exit": False})

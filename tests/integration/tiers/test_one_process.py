@@ -17,6 +17,8 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.pending import under_way
 from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME
+from jaxckpt_train.tiers.host_files import LAYOUT_NAME
 from tests.support.commands import json_of
 from tests.support.fake_backends import HoldingBackend, RefusingBackend, SlowBackend, callback_on
 from tests.support.locks import take_over
@@ -173,6 +175,48 @@ def test_damaged_fast_step_falls_back(tmp_path: Path, caplog: pytest.LogCaptureF
         file.write_bytes(data)
     assert train(tmp_path, 30)[:2] == (14, 30.0)
     assert "step 16" in caplog.text
+
+
+@pytest.mark.parametrize("name", [COMMIT_NAME, MANIFEST_NAME, LAYOUT_NAME])
+def test_step_with_damaged_metadata_is_removed_after_the_next_save(tmp_path: Path, name: str) -> None:
+    tier = jct.FastTierSettings(directory=tmp_path / "fast", keep=5)
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+        for step in (1, 2):
+            assert manager.save(step, {"x": np.full(10, step)}, fast_only=True)
+    (file,) = (tmp_path / "fast").glob(f"run-*/step-*0002*/{name}")
+    file.write_bytes(file.read_bytes()[:-2])
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+        assert manager.restore()["x"][0] == 1
+        assert steps_in(tmp_path / "fast") == [1, 2]
+        assert manager.save(3, {"x": np.full(10, 3)}, fast_only=True)
+    assert steps_in(tmp_path / "fast") == [1, 3]
+
+
+def test_owner_ends_an_interrupted_removal_at_once(tmp_path: Path) -> None:
+    tier = jct.FastTierSettings(directory=tmp_path / "fast")
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+        for step in (1, 2):
+            assert manager.save(step, {"x": np.full(10, step)}, fast_only=True)
+    (commit,) = (tmp_path / "fast").glob(f"run-*/step-*0001*/{COMMIT_NAME}")
+    commit.unlink()
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+        manager.own()
+        assert steps_in(tmp_path / "fast") == [2]
+        assert manager.restore()["x"][0] == 2
+
+
+def test_damaged_step_takes_the_place_of_no_other(tmp_path: Path) -> None:
+    tier = jct.FastTierSettings(directory=tmp_path / "fast", keep=2)
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+        for step in (1, 2, 3):
+            assert manager.save(step, {"x": np.full(10, step)}, fast_only=True)
+    for file in (tmp_path / "fast").glob("run-*/step-*0003*/**/*.safetensors"):
+        file.write_bytes(bytes(file.stat().st_size))
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+        manager.own()
+        assert manager.restore()["x"][0] == 2
+        assert manager.save(4, {"x": np.full(10, 4)}, fast_only=True)
+    assert steps_in(tmp_path / "fast") == [2, 4]
 
 
 def test_deleted_run_starts_from_scratch(tmp_path: Path) -> None:

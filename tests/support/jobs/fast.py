@@ -289,6 +289,21 @@ def sees_another_disk(slow: str, fast: str) -> None:
         manager.save(1, {"state": state_of(1)})
 
 
+def owns(slow: str, fast: str, steps: list[int], options: dict[str, Any]) -> list[Any]:
+    """Own a run, restore it and save steps, as a loop does; return the restored step, and the arrays with wrong bytes.
+
+    The last item has the names of the directories of steps on this host in the end.
+    """
+    with manager_of(slow, fast, None, options) as manager:
+        manager.own()
+        found, restored = manager.restore({"state": state_of(0)})["state"], int(manager.restored_step or 0)
+        wrong = [name for name in SHAPES if not holds(found[name], values_of(name, restored))]
+        for step in steps:
+            assert manager.save(step, {"state": state_of(step)}, fast_only=True).saved
+            manager.wait()
+    return [restored, wrong, sorted(int(each.name[5:15]) for each in Path(fast, domain(fast, None)).glob("run-*/step-*"))]
+
+
 def owns_with_a_refusal(slow: str, fast: str, process: int) -> None:
     """Own a run; what an interrupted save has left on the host of a process is in use there."""
     manager = manager_of(slow, fast, None, {})
