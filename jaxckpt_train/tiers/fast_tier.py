@@ -88,11 +88,13 @@ class FastTier:
             host = self.settings.address or local_address(coordinator_address or "127.0.0.1")
             self._server = FileServer(self.directory, token, host, self.settings.port)
             weakref.finalize(self, self._server.close).atexit = False
-            return msgspec.msgpack.encode(Host(job.process, domain, self.directory, self._server.address))
+            redundancy = self.settings.redundancy
+            return msgspec.msgpack.encode(Host(job.process, domain, self.directory, self._server.address, redundancy))
 
         found = job.exchange("finding the hosts of the fast tier", serve, msgspec.msgpack.encode)
         hosts = [msgspec.msgpack.decode(each, type=Host) for each in msgspec.msgpack.decode(found, type=list[bytes])]
         self.hosts = Hosts(hosts)
+        self._refuse_mixed_redundancy()
         self._refuse_divided_hosts()
         self._refuse_shared_directory(job, mark)
         self._peers = {
@@ -110,6 +112,15 @@ class FastTier:
                 self.protection.survives(),
             )
         self._has_joined = True
+
+    def _refuse_mixed_redundancy(self) -> None:
+        first = self.hosts.all[0].redundancy
+        for each in self.hosts.all:
+            if each.redundancy != first:
+                raise SettingsError(
+                    f"fast_tier: process 0 has redundancy={first!r}, but process {each.process} has "
+                    f"redundancy={each.redundancy!r}: all processes of a job must have the same"
+                )
 
     def _refuse_divided_hosts(self) -> None:
         found = self.hosts.divided_host()

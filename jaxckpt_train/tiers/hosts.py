@@ -22,12 +22,14 @@ class Host(msgspec.Struct, array_like=True, frozen=True):
         domain: what is lost together: the machine, or what the user says.
         directory: the directory of the fast tier.
         address: where it serves the files of its host; None: nowhere.
+        redundancy: what its settings ask for.
     """
 
     process: int
     domain: str
     directory: str = ""
     address: tuple[str, int] | None = None
+    redundancy: Redundancy = "none"
 
 
 class Hosts:

@@ -246,6 +246,12 @@ def test_objects_that_write_their_own_files(job_of: JobOf, tmp_path: Path, hosts
     assert job_of(2, 1).call(fast.saves_own_files, *places(tmp_path), hosts) == [["data.bin"]] * 2
 
 
+def test_mixed_redundancy_is_refused_in_all_processes(job_of: JobOf, tmp_path: Path) -> None:
+    outcomes = job_of(3, 1).outcomes(fast.joins_with, *places(tmp_path), ["partner", "partner", "xor"])
+    assert all("SettingsError" in each["error"] for each in outcomes)
+    assert all("process 2 has redundancy='xor'" in each["error"] for each in outcomes)
+
+
 def test_containers_of_one_machine_are_refused_without_domains(job_of: JobOf, tmp_path: Path) -> None:
     outcomes = job_of(2, 1).outcomes(fast.sees_another_disk, *places(tmp_path))
     assert all("SettingsError" in each["error"] and "failure_domain" in each["error"] for each in outcomes)

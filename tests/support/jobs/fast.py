@@ -301,7 +301,14 @@ def owns(slow: str, fast: str, steps: list[int], options: dict[str, Any]) -> lis
         for step in steps:
             assert manager.save(step, {"state": state_of(step)}, fast_only=True).saved
             manager.wait()
-    return [restored, wrong, sorted(int(each.name[5:15]) for each in Path(fast, domain(fast, None)).glob("run-*/step-*"))]
+    left = Path(fast, domain(fast, None)).glob("run-*/step-*")
+    return [restored, wrong, sorted(int(each.name[5:15]) for each in left)]
+
+
+def joins_with(slow: str, fast: str, redundancy: list[str]) -> None:
+    """Own a run, with another redundancy in each process."""
+    with manager_of(slow, fast, None, {"redundancy": redundancy[jax.process_index()]}) as manager:
+        manager.own()
 
 
 def owns_with_a_refusal(slow: str, fast: str, process: int) -> None:
