@@ -71,7 +71,8 @@ class FastTier:
         if self._has_joined:
             return
         self._process = job.process
-        domain = self.settings.failure_domain or machine_id()
+        machine = machine_id()
+        domain = self.settings.failure_domain or machine
 
         def make() -> bytes:
             self.files.make_directory(self.directory, parents=True, sync=False)
@@ -80,7 +81,7 @@ class FastTier:
         size = TOKEN_BYTES + MARK_BYTES
         drawn = job.exchange("joining the fast tier", make, lambda values: secrets.token_bytes(size))
         if job.processes == 1:
-            self.hosts, self._has_joined = Hosts([Host(0, domain, self.directory)]), True
+            self.hosts, self._has_joined = Hosts([Host(0, domain, machine, self.directory)]), True
             return
         token, mark = drawn[:TOKEN_BYTES], drawn[TOKEN_BYTES:].hex()
 
@@ -88,8 +89,8 @@ class FastTier:
             host = self.settings.address or local_address(coordinator_address or "127.0.0.1")
             self._server = FileServer(self.directory, token, host, self.settings.port)
             weakref.finalize(self, self._server.close).atexit = False
-            redundancy = self.settings.redundancy
-            return msgspec.msgpack.encode(Host(job.process, domain, self.directory, self._server.address, redundancy))
+            address, redundancy = self._server.address, self.settings.redundancy
+            return msgspec.msgpack.encode(Host(job.process, domain, machine, self.directory, address, redundancy))
 
         found = job.exchange("finding the hosts of the fast tier", serve, msgspec.msgpack.encode)
         hosts = [msgspec.msgpack.decode(each, type=Host) for each in msgspec.msgpack.decode(found, type=list[bytes])]
@@ -105,10 +106,10 @@ class FastTier:
         self.protection = self.hosts.protection(self.settings.redundancy)
         if job.process == 0 and self.protection.survives() < _LOSSES[self.settings.redundancy]:
             _log.warning(
-                "%s: redundancy=%r needs more hosts than the %d of this job: a step survives the loss of %d",
+                "%s: redundancy=%r needs more failure domains than the %d of this job: a step survives the loss of %d",
                 self.directory,
                 self.settings.redundancy,
-                self.hosts.count,
+                self.hosts.domains,
                 self.protection.survives(),
             )
         self._has_joined = True
@@ -249,8 +250,9 @@ class FastTier:
             try:
                 is_intact = read_committed(LocalBackend(), path) is not None  # only what is here
             except CheckpointError as error:
-                there = "it is ignored" if self.hosts.count == 1 else "that of another host is used, if there is one"
-                _log.warning("%s: %s; %s", path, error, there)
+                is_alone = len(self.hosts.leaders()) == 1
+                what = "the step is ignored" if is_alone else "another host may have an intact manifest"
+                _log.warning("%s: %s; %s", path, error, what)
             found.append(HeldStep(entry.name, is_intact, file_sizes(LocalBackend(), path)))
             report_progress()
         return found

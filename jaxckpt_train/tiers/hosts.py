@@ -20,6 +20,7 @@ class Host(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         process: its number.
         domain: what is lost together: the machine, or what the user says.
+        machine: the machine. Processes with the same domain and machine are on one host, and have one directory.
         directory: the directory of the fast tier.
         address: where it serves the files of its host; None: nowhere.
         redundancy: what its settings ask for.
@@ -27,6 +28,7 @@ class Host(msgspec.Struct, array_like=True, frozen=True):
 
     process: int
     domain: str
+    machine: str = ""
     directory: str = ""
     address: tuple[str, int] | None = None
     redundancy: Redundancy = "none"
@@ -38,45 +40,47 @@ class Hosts:
     def __init__(self, found: Sequence[Host]) -> None:
         self.all = tuple(found)
         self._by_domain: dict[str, list[int]] = {}
+        self._leaders: dict[tuple[str, str], int] = {}
         for each in found:
             self._by_domain.setdefault(each.domain, []).append(each.process)
+            self._leaders.setdefault((each.domain, each.machine), each.process)
 
     @property
-    def count(self) -> int:
-        """The number of hosts."""
+    def domains(self) -> int:
+        """The number of domains."""
         return len(self._by_domain)
 
     def leader(self, process: int) -> int:
         """The first process on the host of a process. It does what is done once for each host."""
-        return self._by_domain[self.all[process].domain][0]
+        return self._leaders[self.all[process].domain, self.all[process].machine]
 
     def leaders(self) -> list[int]:
         """The leader of each host."""
-        return [processes[0] for processes in self._by_domain.values()]
+        return [*self._leaders.values()]
 
     def divided_host(self) -> Host | None:
         """A process whose directory is not that of the other processes of its host; None: there is none."""
-        first = {each.domain: self.all[self.leader(each.process)].directory for each in self.all}
-        return next((each for each in self.all if each.directory != first[each.domain]), None)
+        leaders = {each.process: self.all[self.leader(each.process)] for each in self.all}
+        return next((each for each in self.all if each.directory != leaders[each.process].directory), None)
 
     def protection(self, wanted: Redundancy) -> Protection:
-        """Who keeps what of whom. Where there are too few hosts for parity, copies take its place.
+        """Who keeps what of whom. Where there are too few domains for parity, copies take its place.
 
-        Copies go to the process of the same rank on the next host, and a parity set has processes of one rank, each on
-        a host of its own. So the loss of a host takes one copy, and one member of a set.
+        Copies go to the process of the same rank in the next domain, and a parity set has processes of one rank, each
+        in a domain of its own. So the loss of a domain takes one copy, and one member of a set.
         """
         copies, sets = dict[int, int](), list[tuple[int, ...]]()
-        if wanted == "none" or self.count == 1:
+        if wanted == "none" or self.domains == 1:
             return Protection(wanted, {}, ())
         for rank in range(max(map(len, self._by_domain.values()))):
             column = [processes[rank] for processes in self._by_domain.values() if len(processes) > rank]
             if len(column) >= _LEAST_MEMBERS.get(wanted, len(column) + 1):
                 sets += _divided(column)
             else:
-                copies |= {process: self._next_host(process, rank) for process in column}
+                copies |= {process: self._in_next_domain(process, rank) for process in column}
         return Protection(wanted, copies, tuple(sets))
 
-    def _next_host(self, process: int, rank: int) -> int:
+    def _in_next_domain(self, process: int, rank: int) -> int:
         domains = list(self._by_domain)
         place = domains.index(self.all[process].domain)
         there = self._by_domain[domains[(place + 1) % len(domains)]]
@@ -109,7 +113,7 @@ class Protection(msgspec.Struct, frozen=True, dict=True):
         return {process: members for members in self.sets for process in members}
 
     def survives(self) -> int:
-        """How many hosts may be lost, wherever they are."""
+        """How many domains may be lost, wherever they are."""
         if not self.copies and not self.sets:
             return 0
         return 2 if self.kind == "p+q" and not self.copies else 1

@@ -246,6 +246,14 @@ def test_objects_that_write_their_own_files(job_of: JobOf, tmp_path: Path, hosts
     assert job_of(2, 1).call(fast.saves_own_files, *places(tmp_path), hosts) == [["data.bin"]] * 2
 
 
+def test_machines_of_one_rack_are_lost_together(job_of: JobOf, tmp_path: Path) -> None:
+    job, racks = job_of(HOSTS, 1), ["a", "a", "b", "b"]
+    job.call(fast.in_racks, *places(tmp_path), racks, 11)
+    for rack in (["host0", "host1"], ["host2", "host3"]):
+        with lost(tmp_path / "fast", rack):
+            assert job.call(fast.in_racks, *places(tmp_path), racks, None) == [[11, []]] * HOSTS
+
+
 def test_mixed_redundancy_is_refused_in_all_processes(job_of: JobOf, tmp_path: Path) -> None:
     outcomes = job_of(3, 1).outcomes(fast.joins_with, *places(tmp_path), ["partner", "partner", "xor"])
     assert all("SettingsError" in each["error"] for each in outcomes)

@@ -15,6 +15,7 @@ import numpy as np
 import jaxckpt_train as jct
 from jaxckpt_train.store.backends.base import Entry
 from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.tiers import fast_tier
 from tests.support.jobs import training
 from tests.support.jobs.arrays import Spec, digest_of, holds, sharding_of
 
@@ -305,6 +306,19 @@ def owns(slow: str, fast: str, steps: list[int], options: dict[str, Any]) -> lis
     return [restored, wrong, sorted(int(each.name[5:15]) for each in left)]
 
 
+def in_racks(slow: str, fast: str, racks: list[str], step: int | None) -> list[Any] | None:
+    """Save a step, or restore (None), as if each process were on a machine of its own, in one of these racks."""
+    options, machine_id = {"failure_domain": racks[jax.process_index()]}, fast_tier.machine_id
+    fast_tier.machine_id = lambda: f"machine{jax.process_index()}"
+    try:
+        if step is None:
+            return restore(slow, fast, None, options)
+        save_steps(slow, fast, [step], None, options)
+        return None
+    finally:
+        fast_tier.machine_id = machine_id
+
+
 def joins_with(slow: str, fast: str, redundancy: list[str]) -> None:
     """Own a run, with another redundancy in each process."""
     with manager_of(slow, fast, None, {"redundancy": redundancy[jax.process_index()]}) as manager:
@@ -318,7 +332,6 @@ def owns_with_a_refusal(slow: str, fast: str, process: int) -> None:
     tier = manager._fast.tier
     Path(tier.directory, ".step-0000000001.tmp").mkdir(parents=True)
     if jax.process_index() == process:
-
         remove = tier.files.remove
 
         def refuse(path: str) -> None:

@@ -47,3 +47,14 @@ def test_first_process_of_each_host_leads() -> None:
     hosts = Hosts([Host(0, "a"), Host(1, "b"), Host(2, "a"), Host(3, "b")])
     assert hosts.leaders() == [0, 1]
     assert [hosts.leader(process) for process in range(4)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("wanted", ["partner", "xor", "p+q"])
+def test_machines_of_one_domain_lead_but_do_not_protect_each_other(wanted: Redundancy) -> None:
+    racks = ["a", "a", "b", "b", "b", "c", "c"]
+    hosts = Hosts([Host(process, rack, f"m{process}") for process, rack in enumerate(racks)])
+    assert hosts.leaders() == [*range(7)]
+    found = hosts.protection(wanted)
+    assert all(racks[process] != racks[keeper] for process, keeper in found.copies.items())
+    assert all(len({racks[process] for process in members}) == len(members) for members in found.sets)
+    assert sorted([*found.copies, *(process for members in found.sets for process in members)]) == [*range(7)]
