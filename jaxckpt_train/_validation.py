@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import ipaddress
 import itertools
 import math
 import numbers
@@ -60,6 +61,16 @@ def shown(found: object, letters: int = 200) -> str:
 def text(subject: str, value: Any) -> str:
     """Check for non-empty text."""
     return value if isinstance(value, str) and value else refuse(subject, "text that is not empty", value)
+
+
+def own_address(subject: str, value: Any) -> str:
+    """Check for an address of this host, or its name, at which others can reach it."""
+    found = text(subject, value)
+    try:
+        is_wildcard = ipaddress.ip_address(found).is_unspecified
+    except ValueError:
+        return found  # a name
+    return refuse(subject, "an address at which others reach this host", value) if is_wildcard else found
 
 
 def unicode_text(subject: str, value: Any) -> str:

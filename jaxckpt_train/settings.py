@@ -14,6 +14,7 @@ from jaxckpt_train._validation import (
     fraction,
     known_keys,
     local_directory,
+    own_address,
     refuse,
     seconds,
     text,
@@ -137,7 +138,7 @@ class FastTierSettings:
     keep: Annotated[int, whole(1, 1000)] = 2
     max_bytes: Annotated[int, whole(1, _MOST)] | None = None
     failure_domain: Annotated[str, text] | None = None
-    address: Annotated[str, text] | None = None
+    address: Annotated[str, own_address] | None = None
     port: Annotated[int, whole(0, 65535)] = 0
     timeout_s: Annotated[float, seconds] = 30.0
     max_bytes_per_s: Annotated[int, whole(1 << 20, _MOST)] | None = None

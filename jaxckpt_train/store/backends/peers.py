@@ -41,6 +41,7 @@ MAX_CONNECTIONS = 64  # and as many newcomers: connections that have not sent a 
 HANDSHAKE_S = 10.0
 IDLE_S = 600.0  # then the server closes a connection
 _PAUSE_S = 0.05
+_MAX_OFFSET = (1 << 63) - 1 - MAX_PAYLOAD_BYTES  # the system has no larger ones
 _MAGIC = b"JCK1"
 _HEADER = struct.Struct(">4sQBII16s16s")
 _SIGNED = _HEADER.size - 16
@@ -217,7 +218,13 @@ class FileServer:
                 self._open.add(link)
                 self._newcomers[link] = None
             name = f"jaxckpt-peer-{link.fileno()}"
-            threading.Thread(target=self._serve, args=(link, address), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(link, address), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads for now; the client connects again
+                _log.warning("%s: a connection from %s was closed: %s", self._directory, address[0], error)
+                with contextlib.closing(link), self._changed:
+                    self._drop(link)
 
     def _serve(self, link: socket.socket, address: tuple[str, int]) -> None:
         try:
@@ -273,7 +280,8 @@ class FileServer:
     def _answer(self, connection: Connection, request: _Request, memory: np.ndarray) -> np.ndarray:
         """Answer one request; return the memory for the next one."""
         try:
-            if not _is_below(request.path) or not 0 <= request.bytes <= MAX_PAYLOAD_BYTES or request.offset < 0:
+            is_readable = 0 <= request.bytes <= MAX_PAYLOAD_BYTES and 0 <= request.offset <= _MAX_OFFSET
+            if not _is_below(request.path) or not is_readable:
                 raise storage_error(errno.EINVAL, f"read {request.bytes} bytes at {request.offset}", request.path[:200])
             with contextlib.closing(open_local(self._directory, request.path)) as source:
                 answer = _Content(source.size, source.modified_ns)

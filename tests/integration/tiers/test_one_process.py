@@ -433,6 +433,8 @@ def test_unchanged_files_are_taken_over(tmp_path: Path) -> None:
         {"directory": "/tmp/x", "interval_steps": 0},
         {"directory": "/tmp/x", "redundancy": "raid"},
         {"directory": "/tmp/x", "keep": 0},
+        {"directory": "/tmp/x", "address": "0.0.0.0"},
+        {"directory": "/tmp/x", "address": "::"},
         {"directory": "/tmp/x", "place": "here"},
         {},
         7,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -84,6 +85,29 @@ def test_nothing_outside_of_the_directory_is_served(tmp_path: Path, path: str) -
     (root / "to").symlink_to(tmp_path / "secret")
     with served(root) as peer, pytest.raises(StorageError):
         peer.open(path)
+
+
+@pytest.mark.parametrize("is_unchecked", [False, True])
+@pytest.mark.parametrize("offset", [-1, 1 << 63, (1 << 63) - 1, (1 << 64) - 1])
+def test_offset_that_no_file_has_is_refused_at_once(tmp_path: Path, offset: int, is_unchecked: bool) -> None:
+    (tmp_path / "data").write_bytes(b"data")
+    with served(tmp_path) as peer:
+        with pytest.raises(StorageError) as refused:
+            peer.read_into("data", offset, np.empty(4, np.uint8), is_unchecked=is_unchecked)
+        assert refused.value.errno == errno.EINVAL
+        assert peer.open("data").size == 4
+
+
+def test_server_outlives_a_thread_that_cannot_start(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"data")
+    with served(tmp_path) as peer:
+        before = threading.stack_size(1 << 46)  # more than the system gives
+        try:
+            with socket.create_connection(peer._address, 5.0) as link:
+                assert link.recv(1) == b""
+        finally:
+            threading.stack_size(before)
+        assert peer.open("data").size == 4
 
 
 def test_wrong_token_is_refused(tmp_path: Path) -> None:
