@@ -15,12 +15,12 @@ from jaxckpt_train.checkpointables.base import Handler, Json, value_file
 from jaxckpt_train.checkpointables.handlers import handler_for_load, handler_of
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, check_fingerprint
 from jaxckpt_train.distributed.jax_service import current
-from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
+from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, StorageError
 from jaxckpt_train.pytree.leaves import Only, has_tree, refused_if_too_deep
 from jaxckpt_train.pytree.restore import JobLoads, LoadOptions, TreeRestore
 from jaxckpt_train.pytree.target import requested_shardings
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Opener
+from jaxckpt_train.store.backends.base import Opener, Spread
 from jaxckpt_train.store.backends.local import LocalBackend, temporary_folder
 from jaxckpt_train.store.committed import Committed, check_unchanged
 from jaxckpt_train.store.files import copy_file, open_recorded, read_recorded
@@ -44,7 +44,9 @@ class _OpenPart:
         progress: ReadProgress | None,
         loads: JobLoads,
         downloads: contextlib.ExitStack | None = None,
+        here: Opener | None = None,
     ) -> None:
+        self._here = here  # what is on this host, if `files` has more
         self._downloads = downloads  # removes local copies of files
         self._files, self._committed, self._part, self._loads = files, committed, part, loads
         self._settings, self._options, self._progress = settings, options, progress
@@ -82,14 +84,27 @@ class _OpenPart:
             raise CorruptCheckpointError(f"{self._committed.directory}/{name}: not JSON: {error}") from error
 
     def directory(self) -> Path:
-        if self._downloads is not None and is_url(self._committed.directory):
+        if self._downloads is not None and not self._is_here():
             folder = self._downloads.enter_context(temporary_folder())
             _download(self._files, self._committed, self._part, self._settings.verify_on_load, folder)
             return Path(folder, self.name)
-        for problem in _own_problems(self._files, self._committed, self._part, self._settings.verify_on_load):
-            raise CorruptCheckpointError(problem)
         self._returned_directory = True
         return Path(self._committed.directory, self.name)
+
+    def _is_here(self) -> bool:
+        """Whether a path leads to the files. Raises CorruptCheckpointError: one is damaged, and has no other copy."""
+        if is_url(self._committed.directory):
+            return False
+        opener, digests = self._here or self._files, self._settings.verify_on_load
+        try:
+            problems = _own_problems(opener, self._committed, self._part, digests)
+        except StorageError:
+            if self._here is None:
+                raise
+            return False
+        if problems and self._here is None:
+            raise CorruptCheckpointError(problems[0])
+        return not problems
 
     def check_after(self) -> None:
         """Raise CorruptCheckpointError if files that were read by name may belong to another checkpoint."""
@@ -125,7 +140,12 @@ def _download(files: Opener, committed: Committed, part: PartRecord, digests: bo
         with contextlib.closing(open_recorded(files, committed.directory, file.file, file.bytes)) as source:
             sink = local.create(path, direct=False)
             found = copy_file(
-                source, sink, manifest.digest, lambda _: report_progress(), block_bytes=manifest.block_bytes
+                source,
+                sink,
+                manifest.digest,
+                lambda _: report_progress(),
+                block_bytes=manifest.block_bytes,
+                expected=file.digests if digests else None,
             )
         if digests and found != file.digests:
             raise CorruptCheckpointError(f"{committed.directory}/{file.file}: not what was saved (the digest differs)")
@@ -146,12 +166,13 @@ def load_parts(
     failure. The owner of `loads` shares errors with the other processes.
     """
     files, loads = PreopenedFiles(backend, committed, settings.direct_io), loads or JobLoads(None, settings)
+    here = backend.here() if isinstance(backend, Spread) else None
     try:
         with contextlib.ExitStack() as downloads, refused_if_too_deep("the target of a load, or its shardings"):
             jobs = []
             for name, target in named("targets", targets).items():
                 part = _part_of(committed, name)
-                opened = _OpenPart(files, committed, part, settings, options, progress, loads, downloads)
+                opened = _OpenPart(files, committed, part, settings, options, progress, loads, downloads, here)
                 if name == DATA_NAME:
                     check_fingerprint(name, committed.manifest.info.get("fingerprint"))
                 jobs.append((handler_for_load(target, part.kind, name), target, opened))

@@ -26,7 +26,7 @@ from jaxckpt_train.store.backends.base import Divided, Opener, Source
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, element_span, slices_within
 from jaxckpt_train.store.buffers import Arena, BufferPool, ReadBudget, aligned_buffer, empty_array, owner_of
 from jaxckpt_train.store.committed import Committed, check_unchanged
-from jaxckpt_train.store.files import open_recorded, read_intact
+from jaxckpt_train.store.files import has_digest, open_recorded, read_intact
 from jaxckpt_train.store.manifest import HEX_DIGITS, ArrayRecord, ChunkRecord, HexDigest, PartRecord, digest_function
 from jaxckpt_train.store.read_plan import (
     VIEW_ALIGNMENT,
@@ -300,7 +300,7 @@ class Reading:
             block = (at - read.chunk.offset) // block_bytes
             end = min(at + block_bytes, read.stop)
             data, expected = memory[at - run.start : end - run.start], read.chunk.digests[block * width :][:width]
-            is_intact = functools.partial(_has_digest, digest, data, expected)
+            is_intact = functools.partial(has_digest, digest, data, expected)
             if not is_intact() and not self._sources.read_intact(run.segment, at, data, is_intact):
                 name = self._wanted[read.uses[0].wanted].array.name
                 raise CorruptCheckpointError(
@@ -374,10 +374,6 @@ class Reading:
                 del self._parts[key]
                 if want.passing:
                     self._budget.charge(target)
-
-
-def _has_digest(digest: HexDigest, data: np.ndarray, expected: str) -> bool:
-    return digest(memoryview(data)) == expected
 
 
 class _CopySpace:

@@ -164,6 +164,10 @@ class HostFiles(LocalBackend):
         holders = [(held.files.get(path), peer) for held, peer in able]
         return [peer for found, peer in holders if found is not None and size in (None, found)]
 
+    def here(self) -> LocalBackend:
+        """Opens only what is on this host."""
+        return LocalBackend()
+
     def open_here(self, directory: str, name: str, direct: bool | Literal["auto"] = False) -> Source:
         """Open a file of this host."""
         return super().open(directory, name, direct=direct)

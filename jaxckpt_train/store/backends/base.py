@@ -167,6 +167,14 @@ class Opener(Protocol):
         """Open a regular file; `name` is relative to `directory`, and no link in `name` is followed."""
 
 
+@runtime_checkable
+class Spread(Protocol):
+    """An optional ability of openers: they also find files on other hosts, to which no path leads here."""
+
+    def here(self) -> Opener:
+        """Opens only what is on this host."""
+
+
 class Files(Opener, Protocol):
     """Files that never change and directories, by absolute paths. Every failure is a StorageError with its errno."""
 

@@ -243,7 +243,25 @@ def test_dropped_manager_stops_serving(job_of: JobOf, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hosts", [["a", "b"], ["a", "a"]])
 def test_objects_that_write_their_own_files(job_of: JobOf, tmp_path: Path, hosts: list[str]) -> None:
-    assert job_of(2, 1).call(fast.saves_own_files, *places(tmp_path), hosts) == [["data.bin"]] * 2
+    assert job_of(2, 1).call(fast.saves_own_files, *places(tmp_path), hosts, [1], {}) == [["data.bin"]] * 2
+
+
+@pytest.mark.parametrize("redundancy", ["partner", "xor", "p+q"])
+def test_objects_read_only_intact_files(job_of: JobOf, tmp_path: Path, redundancy: str) -> None:
+    job, options = job_of(HOSTS, 1), {"redundancy": redundancy}
+    job.call(fast.saves_own_files, *places(tmp_path), None, [10, 11], options)
+    (file,) = (tmp_path / "fast" / "host0").rglob("step-*0011*/own/data.bin")
+    whole = file.read_bytes()
+    for damaged in (whole, b"?" + whole[1:], whole[:10], None):
+        if damaged is None:
+            file.unlink()
+        else:
+            file.write_bytes(damaged)
+        answers = job.call(fast.restores_own_files, *places(tmp_path), options)
+        assert answers == [[11, 11]] * HOSTS
+    with lost(tmp_path / "fast", ["host1", "host2"] if redundancy == "p+q" else ["host1"]):
+        answers = job.call(fast.restores_own_files, *places(tmp_path), options)
+    assert answers == [[10, 10]] * HOSTS
 
 
 def test_machines_of_one_rack_are_lost_together(job_of: JobOf, tmp_path: Path) -> None:

@@ -262,21 +262,40 @@ def is_served(address: tuple[str, int]) -> bool:
 class Files:
     """An object that writes the same file in every process."""
 
+    def __init__(self, step: int) -> None:
+        self.step = step
+
     async def save(self, directory: Any) -> Any:
         async def write() -> None:
-            (directory.path / "data.bin").write_bytes(b"data" * 1000)
+            (directory.path / "data.bin").write_bytes(bytes([self.step]) * 4000)
 
         return write()
 
-    async def load(self, directory: Any) -> Any: ...
+    async def load(self, directory: Path) -> Any:
+        async def read() -> None:
+            data = (directory / "data.bin").read_bytes()
+            self.step = data[0] if data == data[:1] * 4000 else -1
+
+        return read()
 
 
-def saves_own_files(slow: str, fast: str, hosts: list[str]) -> list[str]:
-    """Save an object that writes its own files; return those of the step on this host."""
-    with manager_of(slow, fast, hosts, {}) as manager:
-        manager.save(1, {"state": state_of(1), "own": Files()}, fast_only=True)
-        manager.wait()
+def saves_own_files(
+    slow: str, fast: str, hosts: list[str] | None, steps: list[int], options: dict[str, Any]
+) -> list[str]:
+    """Save an object that writes its own files; return those of the steps on this host."""
+    with manager_of(slow, fast, hosts, options) as manager:
+        for step in steps:
+            manager.save(step, {"state": state_of(step), "own": Files(step)}, fast_only=step % 10 != 0)
+            manager.wait()
     return sorted(path.name for path in Path(fast, domain(fast, hosts)).rglob("*.bin"))
+
+
+def restores_own_files(slow: str, fast: str, options: dict[str, Any]) -> list[Any]:
+    """Restore this object; return the step, and that of the bytes that the object has read."""
+    own = Files(0)
+    with manager_of(slow, fast, None, options) as manager:
+        manager.restore({"state": state_of(0), "own": own})
+        return [manager.restored_step, own.step]
 
 
 def sees_another_disk(slow: str, fast: str) -> None:
