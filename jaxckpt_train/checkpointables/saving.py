@@ -43,7 +43,7 @@ from jaxckpt_train.pytree.leaves import encode_tree
 from jaxckpt_train.pytree.partition import JobPartition
 from jaxckpt_train.pytree.snapshot import Snapshot
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Backend, Entry
+from jaxckpt_train.store.backends.base import Backend, Entry, Opener
 from jaxckpt_train.store.backends.local import temporary_folder
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.index_files import (
@@ -378,6 +378,7 @@ class CheckpointSave:
                 process=self._job.process,
                 known=NOTHING_KNOWN if self._unchanged is None else self._unchanged.known(part),
                 whole_apart=bool(self._index_seed),
+                taken_from=self._opener_of_taken_files(),
             )
             indexes.append(self._record_arrays(part, part.snapshot, written))
         self.times.write_s = time.perf_counter() - started
@@ -397,6 +398,10 @@ class CheckpointSave:
     def _sees_all_files(self) -> bool:
         """Whether each process writes into a directory in which it sees the files of the others at once."""
         return not is_url(self._directory)
+
+    def _opener_of_taken_files(self) -> Opener | None:
+        """Opens files of the checkpoint before, which are verified before they are taken over; None: they are not."""
+        return None
 
     def _refuse_unseen(self) -> None:
         """Raise CheckpointError if this process does not see the directory that the primary has created."""

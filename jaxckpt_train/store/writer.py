@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxckpt_train.errors import SettingsError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Backend, Sink
+from jaxckpt_train.store.backends.base import Backend, Opener, Sink
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.manifest import BLOCK_BYTES, ArrayRecord, ChunkRecord, SegmentRecord, digest_function
@@ -81,19 +81,21 @@ def write_arrays(
     give_up: Callable[[], None] | None = None,
     known: Unchanged = NOTHING_KNOWN,
     whole_apart: bool = False,
+    taken_from: Opener | None = None,
 ) -> WrittenArrays:
     """Write all arrays of one checkpointable below `directory/part/`; they must not change until this returns.
 
     `first_segment` is the number of segments that the manifest has already. `progress` is called with numbers of bytes,
     from several threads. `give_up` is called at an interrupt; it may unblock threads that wait for data to write.
-    Segments in which nothing has changed, as far as it is `known`, are taken over from the checkpoint before. With
-    `whole_apart`, no segment that is written holds both whole arrays and parts of arrays.
+    Segments in which nothing has changed, as far as it is `known`, are taken over from the checkpoint before; if
+    `taken_from` opens them, only those that are intact. With `whole_apart`, no segment that is written holds both whole
+    arrays and parts of arrays.
 
     Raises StorageError: the first error of the file system; nothing more is written after it.
     """
     digest, start = digest_function(settings.digest), segment_prefix(part, process)
     sources = Sources(arrays, known, settings.digest, _workers(settings))
-    taken, following = _take_over(backend, directory, start, sources, known, settings)
+    taken, following = _take_over(backend, directory, start, sources, known, settings, taken_from)
     sources.look_for_steady_arrays()
     with paused_collection():
         apart, changing = sources.divided()
@@ -138,7 +140,13 @@ def _file_name(start: str, number: int) -> str:
 
 
 def _take_over(
-    backend: Backend, directory: str, start: str, sources: Sources, known: Unchanged, settings: StoreSettings
+    backend: Backend,
+    directory: str,
+    start: str,
+    sources: Sources,
+    known: Unchanged,
+    settings: StoreSettings,
+    taken_from: Opener | None,
 ) -> tuple[list[Candidate], int]:
     """Give the segments of before in which nothing has changed a name in this checkpoint, too.
 
@@ -149,6 +157,8 @@ def _take_over(
     before = "" if known.before is None else known.before.directory
     for candidate in sources.candidates():
         if not sources.is_same(candidate):
+            continue
+        if taken_from is not None and not sources.is_intact(taken_from, before, candidate):
             continue
         name, segment = _file_name(start, following), candidate.segment
         following += 1

@@ -53,7 +53,7 @@ class FastTier:
         hosts: the hosts of the job; after `join`.
         protection: who keeps what of whom; after `join`.
         limit: what this process may read from other hosts while steps are protected.
-        newest: in the primary: the name of the step that this job has saved last; empty: none.
+        newest: the name of the step that this job has saved last, since it last looked; empty: none.
     """
 
     def __init__(self, settings: FastTierSettings, run_directory: str) -> None:
@@ -231,6 +231,7 @@ class FastTier:
         self._held = {each: held[each] for each in self.hosts.leaders()}
         others = {self._peers[each]: held[each] for each in self.hosts.leaders() if each != leader}
         self.files.know(held[leader], others)
+        self.newest = ""  # what is here may be damaged
         intact = {step.name for steps in held for step in steps if step.is_intact}
         return {name: name in intact for name in sorted({step.name for steps in held for step in steps})}
 

@@ -24,6 +24,7 @@ from jaxckpt_train.checkpointables.unchanged import UnchangedLeaves
 from jaxckpt_train.distributed.coordinator import Coordinator, no_result
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.backends.local import LocalBackend, temporary_folder
 from jaxckpt_train.store.committed import Committed, open_committed
 from jaxckpt_train.store.manifest import MANIFEST_NAME, FileRecord, decode_manifest
@@ -76,6 +77,12 @@ class HostSave(CheckpointSave):
     def _sees_all_files(self) -> bool:
         return False
 
+    def _opener_of_taken_files(self) -> Opener | None:
+        """Parity must not be computed from wrong bytes, and copies that are made anew would fail at them."""
+        protection, is_first = self._tier.protection, not self._tier.newest
+        has_parity = protection.set_of(self._job.process) is not None
+        return self._tier.files.here() if has_parity or (is_first and protection.survives()) else None
+
     def _begin(self, target: SaveTarget) -> BegunSave:
         begun = super()._begin(target)
         if isinstance(self.transaction, HostAttempt):
@@ -96,6 +103,7 @@ class HostSave(CheckpointSave):
         self._job.exchange(f"protecting {self.subject}", protect, no_result, sign, self.tracker)
         publish = functools.partial(self._record, target)
         done = self._job.exchange(f"publishing {self.subject}", self._publish, publish, sign)
+        self._tier.newest = os.path.basename(self._final)
         return self._committed or self._committed_elsewhere(begun, done)
 
     def _list_files(self, target: SaveTarget, values: Sequence[bytes]) -> bytes:
@@ -215,7 +223,7 @@ class HostSave(CheckpointSave):
 
     def _record(self, target: SaveTarget, values: Sequence[bytes]) -> bytes:
         self.host_bytes, self.times.commit_s = max(map(int, values)), time.perf_counter() - self._began_to_protect
-        self._committed, self._tier.newest = self._prepared, os.path.basename(self._final)
+        self._committed = self._prepared
         return self._done(target, self._prepared)
 
     def _undo(self, error: BaseException) -> None:

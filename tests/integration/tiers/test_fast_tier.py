@@ -237,6 +237,27 @@ def test_copies_of_jobs_share_what_has_not_changed(job_of: JobOf, tmp_path: Path
         assert job.call(fast.restores_frozen, *places(tmp_path)) == [[20, True]] * 2
 
 
+@pytest.mark.parametrize("redundancy", ["partner", "xor", "p+q"])
+def test_damaged_file_is_not_taken_over_after_a_restore(job_of: JobOf, tmp_path: Path, redundancy: str) -> None:
+    job, options = job_of(HOSTS, 1), {"redundancy": redundancy}
+    job.call(fast.saves_frozen, *places(tmp_path), [11, 12], options)
+    fast.damage_frozen(str(tmp_path / "fast"), 1, 12)
+    links = job.call(fast.saves_frozen, *places(tmp_path), [13, 14, 15], options, 12)
+    assert {min(each) for each in links} == {2}  # all files are taken over, and step 13 has a new one of process 1
+    for host in range(HOSTS):
+        with lost(tmp_path / "fast", [f"host{host}"]):
+            assert job.call(fast.restores_frozen, *places(tmp_path), options) == [[15, True]] * HOSTS
+
+
+@pytest.mark.parametrize("redundancy", ["xor", "p+q"])
+def test_parity_is_computed_from_intact_files(job_of: JobOf, tmp_path: Path, redundancy: str) -> None:
+    job, options = job_of(HOSTS, 1), {"redundancy": redundancy}
+    job.call(fast.saves_frozen, *places(tmp_path), [11, 12, 13, 14], options, None, 12)
+    for host in range(HOSTS):
+        with lost(tmp_path / "fast", [f"host{host}"]):
+            assert job.call(fast.restores_frozen, *places(tmp_path), options) == [[14, True]] * HOSTS
+
+
 def test_dropped_manager_stops_serving(job_of: JobOf, tmp_path: Path) -> None:
     assert job_of(2, 1).call(fast.drops, *places(tmp_path)) == [[True, False]] * 2
 

@@ -151,23 +151,50 @@ def saves_while_the_storage_hangs(slow: str, fast: str) -> list[int]:
 BASE = np.arange(1 << 21, dtype=np.int32).reshape(8, -1)
 
 
-def saves_frozen(slow: str, fast: str, steps: list[int]) -> list[int]:
-    """Save steps of which only a small part changes; return the links of each large file here, in the newest step."""
+def saves_frozen(
+    slow: str,
+    fast: str,
+    steps: list[int],
+    options: dict[str, Any] | None = None,
+    restored: int | None = None,
+    rots: int | None = None,
+) -> list[int]:
+    """Save steps of which only a small part changes; return the links of each large file here, in the newest step.
+
+    `restored`: first restore the newest step, which is this one. `rots`: after this step, process 1 damages its file.
+    """
     base = jax.make_array_from_callback(BASE.shape, sharding_of([jax.device_count()], ["x"]), BASE.__getitem__)
     host = domain(fast, None)
-    tier = jct.FastTierSettings(directory=f"{fast}/{host}", failure_domain=host, interval_steps=1)
+    tier = jct.FastTierSettings(directory=f"{fast}/{host}", failure_domain=host, interval_steps=1, **(options or {}))
     with jct.StepManager(slow, fast_tier=tier, frozen="base") as manager:
+        if restored is not None:
+            manager.restore({"state": {"base": base, "lora": np.zeros(9, np.int64)}})
+            assert manager.restored_step == restored
         for step in steps:
-            manager.save(step, {"state": {"base": base, "lora": np.full(9, step)}}, fast_only=step % 10 != 0)
+            state = {"state": {"base": base, "lora": np.full(9, step)}}
+            assert manager.save(step, state, force=True, fast_only=step % 10 != 0).saved
             manager.wait()
+            if step == rots and jax.process_index() == 1:
+                damage_frozen(fast, 1, step)
     (newest,) = Path(fast, host).glob(f"run-*/step-{steps[-1]:010}*")
     found = [file.stat() for file in newest.rglob("*.safetensors")]
     return [each.st_nlink for each in found if each.st_size >= 1 << 20]
 
 
-def restores_frozen(slow: str, fast: str) -> list[Any]:
+def damage_frozen(fast: str, process: int, step: int) -> None:
+    """Change the last byte of the large file that a process has written, on its host, under all names of the file."""
+    (folder,) = Path(fast, f"host{process}").glob(f"run-*/step-{step:010}*/state")
+    (file,) = (each for each in folder.glob(f"p{process:05}-*") if each.stat().st_size >= 1 << 20)
+    with file.open("r+b") as opened:
+        opened.seek(-1, 2)
+        last = opened.read(1)
+        opened.seek(-1, 2)
+        opened.write(bytes([last[0] ^ 1]))
+
+
+def restores_frozen(slow: str, fast: str, options: dict[str, Any] | None = None) -> list[Any]:
     """Restore the newest of these steps; return its number, and whether all bytes are right."""
-    with manager_of(slow, fast, None, {}) as manager:
+    with manager_of(slow, fast, None, options or {}) as manager:
         found = manager.restore({"state": {"base": np.zeros_like(BASE), "lora": np.zeros(9, np.int64)}})["state"]
         step = manager.restored_step
         return [step, bool(np.array_equal(found["base"], BASE) and (found["lora"] == step).all())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ class Saves:
         self.before: WrittenBefore | None = None
         self.number = 0
 
-    def save(self, values: Mapping[str, np.ndarray], **known: Any) -> WrittenArrays:
+    def save(self, values: Mapping[str, np.ndarray], *, verified: bool = False, **known: Any) -> WrittenArrays:
         self.number += 1
         directory = f"/step{self.number}"
         self.backend.make_directory(f"{directory}/state", parents=True, sync=False)
@@ -67,6 +68,7 @@ class Saves:
             StoreSettings(),
             first_segment=3,
             known=Unchanged(self.before, **{name: frozenset(each) for name, each in known.items()}),
+            taken_from=self.backend if verified else None,
         )
         steady = steady_arrays(self.before, written.arrays)
         self.before = WrittenBefore(
@@ -104,6 +106,28 @@ def test_frozen_arrays_are_written_once(later: bool) -> None:
     assert saves.save(values(1), frozen=["base", "norm"]).taken == 0
     written = saves.save(values(2), frozen=["base", "norm"])
     assert written.taken_bytes > 4 * LARGE > 100 * written.data_bytes > 0
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("damage", ["header", "data", "cut", "gone"])
+def test_damaged_file_is_written_again(later: bool, damage: str) -> None:
+    saves, frozen = Saves(later=later), ["base", "norm"]
+    saves.save(values(1), frozen=frozen)
+    assert saves.save(values(2), frozen=frozen, verified=True).taken == 1
+    assert saves.before is not None
+    (number,) = saves.before.taken
+    path = f"/step2/{saves.before.segments[number].file}"
+    with contextlib.closing(saves.backend.open("/step2", saves.before.segments[number].file, direct=False)) as source:
+        whole = np.empty(source.size, np.uint8)
+        source.read_into(0, whole, source.size)
+    saves.backend.remove(path)
+    if damage != "gone":
+        whole[{"header": 9, "data": -1, "cut": 0}[damage]] ^= damage != "cut"
+        sink = saves.backend.create(path, direct=False)
+        sink.write_at(0, whole[: len(whole) - (damage == "cut")])
+        sink.finish(len(whole) - (damage == "cut"), sync=False)
+    assert saves.save(values(3), frozen=frozen, verified=True).taken == 0
+    assert saves.save(values(4), frozen=frozen, verified=True).taken == 1
 
 
 def test_comparison_holds_little_of_what_it_has_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
