@@ -191,7 +191,7 @@ class RunDirectory:
                 # saves get higher numbers.
                 self._record.name_run(self._run_id)
                 self._highest = max(self._highest, self._record.record.number * UNKNOWN_SAVES)
-            self._left = self._origin.left_behind(self._all(), self._left)
+            self._left = self._origin.left_behind(self._all(), self._left, self._roll_back())
         self._write_damage_reports()
         self.take_deleted()  # deletions are counted from here
         self._past = None if self._is_remote else RunStatistics.of(self.history.recent())
@@ -243,8 +243,12 @@ class RunDirectory:
         """In the primary: record which steps are on the fast tier, and which of all steps are left behind."""
         with self._guard:
             self.fast = [*entries]
-            left = left_behind(self._all(), (self._record if self.is_owner else self._found).record.roll_back)
-            self._left, self._infos = self._origin.left_behind(self._all(), left), None
+            left, roll_back = left_behind(self._all(), self._roll_back()), self._roll_back()
+            self._left, self._infos = self._origin.left_behind(self._all(), left, roll_back), None
+
+    def _roll_back(self) -> RollBack:
+        """The last roll-back of which the record says what it left behind."""
+        return (self._record if self.is_owner else self._found).record.roll_back
 
     def saved_to_fast_tier(self, entry: Entry, removed: Collection[str]) -> None:
         """Record a save to the fast tier, and which steps it no longer has."""
@@ -252,7 +256,15 @@ class RunDirectory:
             self.fast = [each for each in [*self.fast, entry] if each.name not in removed]
             self._highest = max(self._highest, entry.sequence)
             self._origin.saved()
-            self._left = frozenset(entry.left_behind) - {entry.name}
+            self._left = self._with_copies(frozenset(entry.left_behind) - {entry.name})
+
+    def _with_copies(self, left: frozenset[str]) -> frozenset[str]:
+        """The names of steps that are left behind, and those of their copies from the fast tier.
+
+        Such a copy may end after the start of the save that leaves its step behind.
+        """
+        saves = {entry.save for entry in self.fast if entry.name in left}
+        return left | {entry.name for entry in self._entries if entry.save in saves}
 
     def check_fresh(self, *, allows_flax: bool = False) -> None:
         """Raise CorruptCheckpointError if there are step directories but none of them is committed and intact."""
@@ -373,7 +385,7 @@ class RunDirectory:
 
     def _line(self) -> list[Entry]:
         origin = None if self.is_owner else self._origin.entry
-        left = self._left if origin is None else left_behind_by(origin, self._entries)
+        left = self._left if origin is None else left_behind_by(origin, self._entries, self._roll_back())
         return [entry for entry in self._whole() if entry.name not in left]
 
     def lineage(self, step: int) -> dict[str, Any]:
@@ -430,6 +442,7 @@ class RunDirectory:
             self._undone.discard(name)
             if all(entry.order >= each.order for each in self.fast):  # else it is a copy of an older one of these
                 self._left = frozenset(entry.left_behind) - {name}
+            self._left = self._with_copies(self._left)
             self._infos = None
             # The record has been replaced since: what it does not have now, it never will.
             failed, self._in_doubt = self._in_doubt.difference(self._record.record.steps or ()), set()
@@ -560,7 +573,7 @@ class RunDirectory:
             self.chosen = None
             self._origin.restored(entry, self._all() if there is None else there)
             if self.is_owner:
-                before, self._left = self._left, left_behind_by(entry, self._all())
+                before, self._left = self._left, left_behind_by(entry, self._all(), self._roll_back())
                 later = [each.step for each in self._whole() if each.name in self._left - before]
                 if warns and later and not restored.skipped:
                     _log.warning(

@@ -249,6 +249,9 @@ def left_behind(entries: Sequence[Entry], recorded: RollBack | None = None) -> f
     found = RollBack() if last is None else RollBack(last.sequence, frozenset(last.left_behind) - {last.name})
     if recorded is not None and recorded.sequence > found.sequence:
         found = recorded
+    elif recorded is not None and recorded.sequence == found.sequence:
+        # Copies of what was left behind on the fast tier may have ended after this save, so only the record has them.
+        found = RollBack(found.sequence, found.names | recorded.names)
     if telling and telling[-1].sequence > found.sequence:  # an unreliable manifest is the only source
         found = RollBack(names=frozenset(telling[-1].left_behind) - {telling[-1].name})
     names = frozenset(entry.name for entry in entries) & found.names
@@ -268,11 +271,12 @@ def _passed_by(line: Sequence[Entry]) -> frozenset[str]:
     )
 
 
-def left_behind_by(restored: Entry, entries: Sequence[Entry]) -> frozenset[str]:
+def left_behind_by(restored: Entry, entries: Sequence[Entry], recorded: RollBack) -> frozenset[str]:
     """The names of the steps that are left behind once the run continues from `restored`."""
     before = [entry for entry in entries if entry.order <= restored.order]
     later = {entry.name for entry in entries if entry.order > restored.order}
-    return left_behind(before) - {restored.name} | later
+    known = recorded if recorded.sequence <= restored.sequence else None
+    return left_behind(before, known) - {restored.name} | later
 
 
 def branch_last(entries: Sequence[Entry], left: Collection[str]) -> list[Entry]:
@@ -338,9 +342,9 @@ class ResumePoint:
         """Record a save of this process: it continues from its own step now."""
         self.entry = self._seen = None
 
-    def left_behind(self, there: Sequence[Entry], before: frozenset[str]) -> frozenset[str]:
+    def left_behind(self, there: Sequence[Entry], before: frozenset[str], recorded: RollBack) -> frozenset[str]:
         """The names of the steps left behind from here; `before` if nothing was restored or others have saved."""
-        return before if self.entry is None or self._unseen(there) else left_behind_by(self.entry, there)
+        return before if self.entry is None or self._unseen(there) else left_behind_by(self.entry, there, recorded)
 
     def refuse(self, directory: str, there: Sequence[Entry]) -> None:
         """Raise CheckpointExistsError if another process has saved since the restore."""

@@ -405,6 +405,28 @@ def test_roll_back_outlives_the_branch_after_it(tmp_path: Path) -> None:
         assert manager.restore()["x"][0] == 10
 
 
+def test_copy_of_a_step_that_is_left_behind_meanwhile_is_left_behind(tmp_path: Path) -> None:
+    backend = HoldingBackend("rename", "slow/step-0000000020")
+    with run_on(tmp_path, backend, interval_steps=1) as manager:
+        for step in (10, 11, 20):
+            assert manager.save(step, {"x": np.full(10, step)})
+        assert backend.reached.wait(60)
+        assert manager.save(11, {"x": np.full(10, -11)}, overwrite=True, fast_only=True)
+        assert manager.settle(waits_for_copies=False) is None
+        backend.go.set()
+        manager.wait()
+        assert not manager.is_committed(20)
+    for step in (tmp_path / "fast").glob("run-*/step-0000000020*"):
+        shutil.rmtree(step)
+    with jct.StepManager(tmp_path / "slow") as manager:
+        assert manager.restore()["x"][0] == 10
+    with run_on(tmp_path, LocalBackend(), interval_steps=1) as manager:
+        assert manager.restore()["x"][0] == -11
+        assert manager.save(20, {"x": np.full(10, -20)})
+    with jct.StepManager(tmp_path / "slow") as manager:
+        assert manager.restore()["x"][0] == -20
+
+
 def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path / "slow", fast_tier=jct.FastTierSettings(directory=tmp_path / "fast")) as manager:
         assert manager.save(1, {"x": np.zeros(1)}, fast_only=True)
