@@ -104,7 +104,8 @@ class RunDirectory:
         self._record = RecordKeeper(backend, directory, self._lock.check, best_link)
         free_in_child(self)
         self._entries, self._left = list[Entry](), frozenset[str]()
-        # The steps of the fast tier in the order of the saves, as far as they are known; its files and its directory.
+        # The steps of the fast tier in the order of the saves, as far as they are known, also those that are not whole;
+        # its files and its directory.
         self.fast = list[Entry]()
         self.fast_tier: tuple[Backend, str] | None = None
         self.chosen: CheckpointInfo | None = None  # the last step saved there that is to be copied from there
@@ -228,7 +229,11 @@ class RunDirectory:
     def fast_line(self) -> list[Entry]:
         """The steps of the fast tier that no roll-back has left behind."""
         with self._guard:
-            return [entry for entry in self.fast if entry.name not in self._left]
+            return [entry for entry in self.whole_fast() if entry.name not in self._left]
+
+    def whole_fast(self) -> list[Entry]:
+        """The steps of the fast tier without those of which too much is lost."""
+        return [entry for entry in self.fast if entry.damaged is None]
 
     def chosen_infos(self) -> tuple[CheckpointInfo, ...]:
         """As `infos`, with the step that was chosen last, although its copy is not there yet, or has failed."""
@@ -335,7 +340,7 @@ class RunDirectory:
         wanted = None if step is None else check_step(step)
         with self._guard:
             self._look_again()
-            entries = branch_last([*self._whole(), *(self.fast if fast else ())], self._left)[::-1]
+            entries = branch_last([*self._whole(), *(self.whole_fast() if fast else ())], self._left)[::-1]
             if damaged:
                 entries += [each for each in reversed(self._entries) if each.damaged is not None]
         found = [entry for entry in entries if wanted in (None, entry.step)]

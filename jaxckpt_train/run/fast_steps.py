@@ -140,6 +140,7 @@ class FastSteps:
                 why = "too many of its files are lost" if is_known else f"no host has an intact {LAYOUT_NAME}"
                 _log.warning("step %d of the fast tier is ignored: %s", entry.step, why)
                 unusable.append(name)
+                found.append(dataclasses.replace(entry, damaged=why))  # what it left behind is still left behind
             else:
                 found.append(entry)
         entries = tuple(sorted(found, key=lambda entry: entry.order))
@@ -179,7 +180,7 @@ class FastSteps:
 
         `host_bytes`: what it takes on the host on which it takes most.
         """
-        fast = [*self._run.fast, _entry_of(name, info)]
+        fast = [*self._run.whole_fast(), _entry_of(name, info)]
         held = {drain.subject for drain in self._drains if not drain.done()}
         self._bytes[name] = host_bytes
         left = frozenset(fast[-1].left_behind) - {name}

@@ -389,6 +389,33 @@ def test_roll_back_leaves_fast_steps_behind(tmp_path: Path) -> None:
         assert manager.restore(step=13)["x"][0] == 13  # still there, if asked for
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_lost_step_after_a_roll_back_still_leaves_the_others_behind(tmp_path: Path, is_lost: bool) -> None:
+    with on_host(tmp_path, "a") as manager:
+        for step in (10, 11, 12, 13):
+            assert manager.save(step, {"x": np.full(10, step)})
+    with on_host(tmp_path, "a") as manager:
+        manager.restore(step=10, roll_back=True)
+        assert manager.save(12, {"x": np.full(10, -12)})
+        manager.wait()
+        (name,) = [entry.name for entry in manager._run.fast_line() if entry.step == 12]
+    for file in (tmp_path / "a").rglob(f"{name}/**/*.safetensors"):
+        if is_lost:
+            file.unlink()
+        else:
+            file.write_bytes(bytes(file.stat().st_size))
+    for owns_first in (False, True):
+        with on_host(tmp_path, "a") as manager:
+            if owns_first:
+                manager.own()
+            assert manager.restore()["x"][0] == 10
+    with on_host(tmp_path, "a") as manager:
+        manager.restore()
+        assert manager.save(11, {"x": np.full(10, -11)})
+        manager.wait()
+        assert [manager.latest, manager.fast_steps] == [11, [10, 11]]
+
+
 def test_roll_back_outlives_the_branch_after_it(tmp_path: Path) -> None:
     with on_host(tmp_path, "a") as manager:
         for step in (10, 11, 20, 21):
