@@ -21,7 +21,9 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiers")
     tier = {"directory": folder / "fast", "interval_steps": 2}
     for last in (17, 18):
-        with jct.CheckpointCallback(folder / "slow", save_interval_steps=10, fast_tier=tier) as ckpt:
+        with jct.CheckpointCallback(
+            folder / "slow", save_interval_steps=10, save_on_exit=False, fast_tier=tier
+        ) as ckpt:
             state = ckpt.resume({"w": np.zeros(1000)})
             for step in ckpt.steps(19):
                 if step == last:
