@@ -25,7 +25,7 @@ from jaxckpt_train.errors import (
 )
 from jaxckpt_train.formats.orbax_names import orbax_steps
 from jaxckpt_train.formats.step_folders import LEVANTER, certain_checkpoints, step_folders
-from jaxckpt_train.run.entry import Entry, entry_from_manifest, in_order, parse_step_name
+from jaxckpt_train.run.entry import Entry, entry_from_manifest, in_order, owning_run, parse_step_name
 from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.store.backends.base import GONE, Backend
 from jaxckpt_train.store.backends.base import Entry as Listed
@@ -190,6 +190,15 @@ def refuse_uncommitted(
         raise CorruptCheckpointError(
             f"{directory}: has {', '.join(names[:5])}, but each of its steps is {why}: copy them again, or move them "
             "away to start from scratch"
+        )
+
+
+def refuse_unknown_run(directory: str, found: FoundRecord, entries: Collection[Entry]) -> None:
+    """Raise CorruptCheckpointError if neither the record nor a step says which steps of a fast tier are of this run."""
+    if found.problem is not None and not found.record.run and owning_run([*entries]) is None:
+        raise CorruptCheckpointError(
+            f"{directory}: which steps of the fast tier belong to this run is not known: {found.problem}. Bring that "
+            "file back from a copy, or move it away to start from scratch"
         )
 
 

@@ -23,6 +23,7 @@ from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, Pres
 from jaxckpt_train.run.catalog import (
     leftovers,
     refuse_uncommitted,
+    refuse_unknown_run,
     scan_with_record,
     step_not_found,
     warn_about_uncommitted,
@@ -211,6 +212,8 @@ class RunDirectory:
     def _look(self) -> None:
         self._entries, self._found = scan_with_record(self.backend, self.directory)
         self._entries = [entry for entry in self._entries if entry.name not in self._vanished]
+        if self.fast_tier is not None:
+            refuse_unknown_run(self.directory, self._found, self._entries)
         roll_back = self._found.record.roll_back
         self._left = left_behind(self._all(), roll_back)
         self._highest = max(self._highest, last_sequence(self._all(), roll_back))

@@ -159,6 +159,21 @@ def test_run_without_a_slow_step_continues(tmp_path: Path) -> None:
     assert train(tmp_path, 30)[0] == 6
 
 
+def test_damaged_record_of_a_run_without_a_slow_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="as planned"):
+        train(tmp_path, 30, fail_at=7)
+    (record,) = [each for each in (tmp_path / "slow" / "record").iterdir() if each.is_file()]
+    whole = record.read_bytes()
+    record.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    with pytest.raises(jct.CorruptCheckpointError, match="record"), run_on(tmp_path, LocalBackend()) as reader:
+        reader.restore()
+    with pytest.raises(jct.CorruptCheckpointError, match="record"):
+        train(tmp_path, 30)
+    assert steps_in(tmp_path / "fast") == [4, 6]
+    record.write_bytes(whole)
+    assert train(tmp_path, 30)[0] == 6
+
+
 def test_lost_disk_falls_back(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="as planned"):
         train(tmp_path, 30, fail_at=17)
