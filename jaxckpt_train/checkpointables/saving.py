@@ -77,6 +77,7 @@ from jaxckpt_train.store.process_index import (
     merge_indexes,
     part_index,
 )
+from jaxckpt_train.store.removal import refuse_reserved_name, remove_stale_temporaries
 from jaxckpt_train.store.reuse import NOTHING_KNOWN
 from jaxckpt_train.store.segment import ChunkSource
 from jaxckpt_train.store.transaction import (
@@ -84,8 +85,6 @@ from jaxckpt_train.store.transaction import (
     Transaction,
     begin,
     refuse_existing,
-    refuse_reserved_name,
-    remove_stale_temporaries,
 )
 from jaxckpt_train.store.writer import WrittenArrays, write_arrays
 

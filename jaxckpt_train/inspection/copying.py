@@ -48,12 +48,16 @@ from jaxckpt_train.store.committed import (
 )
 from jaxckpt_train.store.files import file_exists
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME
-from jaxckpt_train.store.removal import first_untracked_files, remove_replaced, rename_to_free
+from jaxckpt_train.store.removal import (
+    first_untracked_files,
+    refuse_reserved_name,
+    remove_replaced,
+    remove_stale_temporaries,
+    rename_to_free,
+)
 from jaxckpt_train.store.transaction import (
     begin,
     refuse_existing,
-    refuse_reserved_name,
-    remove_stale_temporaries,
 )
 from jaxckpt_train.store.verify import copy_verified, first_damage
 

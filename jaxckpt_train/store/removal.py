@@ -30,10 +30,11 @@ from typing import Any
 
 import msgspec
 
-from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train._validation import is_url
+from jaxckpt_train.errors import CorruptCheckpointError, SettingsError, StorageError
 from jaxckpt_train.store.backends.base import GONE, MISSING, Backend, Entry, is_removed_in_use, sync_directory
 from jaxckpt_train.store.backends.local import side_name
-from jaxckpt_train.store.committed import attempt_paths, is_committed
+from jaxckpt_train.store.committed import attempt_paths, is_committed, is_step_folder
 from jaxckpt_train.store.files import read_head, read_or_none
 from jaxckpt_train.store.manifest import (
     COMMIT_NAME,
@@ -374,3 +375,31 @@ def _remove_aside(backend: Backend, entry: Entry, final: str) -> None:
         if moved is not None:
             sync_directory(backend, os.path.dirname(final))
             remove_replaced(backend, moved, final)
+
+
+def refuse_reserved_name(final: str) -> None:
+    """Raise SettingsError if a later save would take this name for a leftover and remove it."""
+    name = os.path.basename(final)
+    if is_temporary_name(name):
+        raise SettingsError(
+            f"path: {final}: names like `.NAME.aside` and `.NAME.tmp-...` are reserved for unfinished saves, and later "
+            "saves remove them; choose another name"
+        )
+    if is_url(final) and is_step_folder(name):
+        raise SettingsError(
+            f"path: {final}: expected a name unlike `step-0000000100`, which at a URL is reserved for the steps of a "
+            "run: its record would not have this one, so the run would remove it. Choose another name; to add a step "
+            "to a run, use StepManager or `jaxckpt cp`"
+        )
+
+
+def remove_stale_temporaries(backend: Backend, final: str) -> None:
+    """Remove leftovers of earlier attempts; a refusal is only logged. On an object store, the commit removes them."""
+    if is_url(final):
+        return
+    try:
+        remove_dead_attempts(backend, final)
+    except StorageError as error:
+        if error.errno in {*GONE, errno.ENOTDIR}:  # without a parent directory there are no leftovers
+            return
+        _log.warning("%s: leftovers of an earlier save could not be removed: %s", final, error)

@@ -36,13 +36,11 @@ from jaxckpt_train.errors import (
     CheckpointError,
     CheckpointExistsError,
     CorruptCheckpointError,
-    SettingsError,
     StorageError,
     UnsupportedLeafError,
 )
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import (
-    GONE,
     Backend,
     Entry,
     Sharing,
@@ -59,7 +57,6 @@ from jaxckpt_train.store.committed import (
     attempt_paths,
     is_committed,
     is_data_folder,
-    is_step_folder,
     new_data_folder,
     read_pointer,
 )
@@ -84,9 +81,7 @@ from jaxckpt_train.store.removal import (
     MAX_LISTED,
     TAKEN,
     first_untracked_files,
-    is_temporary_name,
     list_entries,
-    remove_dead_attempts,
     remove_dead_exports,
     remove_replaced,
     remove_without_commit,
@@ -645,22 +640,6 @@ def _exists(final: str) -> CheckpointExistsError:
     return CheckpointExistsError(f"{final}: already exists; {MOVE_IT_AWAY}")
 
 
-def refuse_reserved_name(final: str) -> None:
-    """Raise SettingsError if a later save would take this name for a leftover and remove it."""
-    name = os.path.basename(final)
-    if is_temporary_name(name):
-        raise SettingsError(
-            f"path: {final}: names like `.NAME.aside` and `.NAME.tmp-...` are reserved for unfinished saves, and later "
-            "saves remove them; choose another name"
-        )
-    if is_url(final) and is_step_folder(name):
-        raise SettingsError(
-            f"path: {final}: expected a name unlike `step-0000000100`, which at a URL is reserved for the steps of a "
-            "run: its record would not have this one, so the run would remove it. Choose another name; to add a step "
-            "to a run, use StepManager or `jaxckpt cp`"
-        )
-
-
 @time_limited
 def refuse_existing(backend: Backend, final: str, replace: bool, how: str = "pass overwrite=True") -> None:
     """Raise CheckpointExistsError unless the name is free, or only holds a checkpoint that is to be replaced."""
@@ -703,15 +682,3 @@ def _refuse_existing_object(backend: Backend, final: str, replace: bool, how: st
             f"{final}: cannot replace a checkpoint next to other objects: {', '.join(others[:MAX_LISTED])}; move them "
             "away, or choose another path"
         )
-
-
-def remove_stale_temporaries(backend: Backend, final: str) -> None:
-    """Remove leftovers of earlier attempts; a refusal is only logged. On an object store, the commit removes them."""
-    if is_url(final):
-        return
-    try:
-        remove_dead_attempts(backend, final)
-    except StorageError as error:
-        if error.errno in {*GONE, errno.ENOTDIR}:  # without a parent directory there are no leftovers
-            return
-        _log.warning("%s: leftovers of an earlier save could not be removed: %s", final, error)
