@@ -275,6 +275,7 @@ def test_host_that_returns_with_later_steps_of_an_older_job_refuses_no_saves(tmp
     with on_host(tmp_path, "a", keep=2) as manager:
         for step in range(10, 14):
             assert manager.save(step, {"x": np.full(10, step)})
+            manager.wait()  # a step stays while it is copied
     with on_host(tmp_path, "b") as manager:
         manager.restore()
         assert manager.save(11, {"x": np.full(10, -11)}, force=True)  # to both tiers
@@ -296,6 +297,7 @@ def test_steps_of_a_job_without_a_fast_tier_are_newer(tmp_path: Path) -> None:
     with on_host(tmp_path, "a", keep=2) as manager:
         for step in range(10, 14):
             assert manager.save(step, {"x": np.full(10, step)})
+            manager.wait()  # a step stays while it is copied
     with jct.StepManager(tmp_path / "slow") as manager:
         assert manager.restore()["x"][0] == 10
         for step in (11, 15):
