@@ -221,6 +221,13 @@ def test_loop_continues_from_a_run_that_has_only_fast_steps(job_of: JobOf, tmp_p
     assert [each[1] for each in second] == [each[1] for each in whole]
 
 
+def test_all_processes_copy_the_last_step_of_a_loop_that_ends_early(job_of: JobOf, tmp_path: Path) -> None:
+    slow, tier = places(tmp_path)
+    assert job_of(2, 1).call(fast.breaks, slow, tier, 6) == [[6]] * 2
+    shutil.rmtree(tier)
+    assert restored(job_of(2, 1), tmp_path) == 6
+
+
 def test_storage_that_hangs_does_not_hold_up_fast_saves(job_of: JobOf, tmp_path: Path) -> None:
     assert job_of(2, 1).call(fast.saves_while_the_storage_hangs, *places(tmp_path)) == [[10, 11]] * 2
 

@@ -262,6 +262,19 @@ def loop(slow: str, fast: str, steps: int, options: dict[str, Any]) -> list[Any]
     return [started, digest_of({name: state[name] for name in ("w", "b", "seen")})]
 
 
+def breaks(slow: str, fast: str, end: int) -> list[int]:
+    """Train with a callback, which saves each second step, until a `break` after a step; return the slow steps."""
+    host = domain(fast, None)
+    tier = {"directory": f"{fast}/{host}", "interval_steps": 2, "failure_domain": host}
+    with jct.CheckpointCallback(slow, save_interval_steps=10, fast_tier=tier) as ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(100):
+            ckpt(state_of(step + 1))
+            if step + 1 == end:
+                break
+    return jct.StepManager(slow).steps
+
+
 def drops(slow: str, fast: str) -> list[bool]:
     """Drop a manager without closing it; return whether its files were served before and afterwards."""
     manager = manager_of(slow, fast, None, {})
