@@ -10,7 +10,7 @@ import pytest
 from tests.support.jobs import fast
 from tests.support.jobs.job import running
 
-SAVES, HOSTS, MIB = 500, 3, 32
+SAVES, HOSTS, MIB = 500, 3, 16
 SLACK = {"resident": 8 << 20, "peak": 8 << 20, "threads": 1, "files": 2}
 pytestmark = [
     pytest.mark.nightly,
