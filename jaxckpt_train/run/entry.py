@@ -327,11 +327,13 @@ class ResumePoint:
         self.entry: Entry | None = None
         # The time of the save of each step by its name (None: unreadable). None: this process has not scanned the run.
         self._seen: dict[str, datetime | None] | None = None
+        self._fast = set[tuple[int, int, datetime]]()  # the steps of the fast tier at that time, as saves
 
     def restored(self, entry: Entry, there: Sequence[Entry]) -> None:
         """Record that `entry` was restored, chosen from the entries in `there`."""
         self.entry = entry
         self._seen = {each.name: each.time if each.is_certain else None for each in [entry, *there]}
+        self._fast = {(*each.save, each.time) for each in [entry, *there] if each.is_fast}
 
     def nothing(self) -> None:
         """Record that the run has no step, so that training starts from scratch."""
@@ -363,6 +365,8 @@ class ResumePoint:
             return []
 
         def is_known(entry: Entry) -> bool:
+            if (*entry.save, entry.time) in self._fast:  # or a copy of one of these
+                return True
             return entry.name in seen and (not entry.is_certain or seen[entry.name] in (None, entry.time))
 
         return sorted({entry.step for entry in there if not is_known(entry)})

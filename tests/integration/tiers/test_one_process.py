@@ -327,6 +327,22 @@ def test_reader_does_not_leave_fast_steps_of_another_job_behind(tmp_path: Path) 
             assert reader.save(step, {"x": np.full(10, step)})
 
 
+def test_reader_continues_from_a_step_that_another_job_copies_meanwhile(tmp_path: Path) -> None:
+    with on_host(tmp_path, "a") as manager:
+        for step in (10, 11):
+            assert manager.save(step, {"x": np.full(10, step)})
+    with on_host(tmp_path, "a") as reader:
+        assert reader.restore()["x"][0] == 11
+        with on_host(tmp_path, "a") as manager:
+            manager.own()
+            manager.drain_newest()
+        assert steps_in(tmp_path / "slow") == [10, 11]
+        assert reader.save(12, {"x": np.full(10, 12)})
+    with on_host(tmp_path, "a") as manager:
+        assert manager.restore()["x"][0] == 12
+        assert manager.fast_steps == [10, 11, 12]
+
+
 def test_load_finds_fast_steps_and_restores_nothing(tmp_path: Path) -> None:
     tier = jct.FastTierSettings(directory=tmp_path / "fast")
     with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
