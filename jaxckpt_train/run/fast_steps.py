@@ -94,8 +94,8 @@ class FastSteps:
         self._drains = list[_Copying]()  # each waits for the one before
         self._of_this_job, self._bytes = set[str](), dict[str, int]()  # by name; the bytes: on the fullest host
         self._foreign = list[str]()  # steps of a run whose directory was deleted, or is not mounted
-        self._unusable = list[str]()  # what is left of older steps; removed once there is a newer one
-        self._is_clean = False
+        self._unusable = list[str]()  # what is left of older steps
+        self._has_found_steps = self._is_clean = False
         self._is_leaving, self._ends_at = False, math.inf  # by time.monotonic()
         self.drain_s = 0.0  # what the last copy took
         run.fast_tier = self.tier.files, self.tier.directory
@@ -114,6 +114,7 @@ class FastSteps:
         found = msgspec.convert(sent, _Found)
         self._run.fast, self._bytes = list(found.entries), self.tier.host_bytes()
         self._foreign, self._unusable = list(found.foreign), list(found.unusable)
+        self._has_found_steps = any(entry.damaged is None for entry in found.entries)
 
     @time_limited
     def _found(self, names: Mapping[str, bool]) -> _Found:
@@ -184,11 +185,14 @@ class FastSteps:
         held = {drain.subject for drain in self._drains if not drain.done()}
         self._bytes[name] = host_bytes
         left = frozenset(fast[-1].left_behind) - {name}
-        removed = [each for each in [*self._unusable, *self._expired(branch_last(fast, left))] if each not in held]
-        self._unusable = [each for each in self._unusable if each in held]
-        if self._foreign and self._run.infos():
+        removed = [each for each in self._expired(branch_last(fast, left)) if each not in held]
+        has_slow_step = bool(self._run.infos())
+        if has_slow_step:
             removed += self._foreign
             self._foreign = []
+        if has_slow_step or self._has_found_steps:  # else this job lacks hosts, and has begun from scratch
+            removed += [each for each in self._unusable if each not in held]
+            self._unusable = [each for each in self._unusable if each in held]
         if drains:
             self._run.chosen = fast[-1].info()
         if drains and not self._has_time(int(info["step"])):

@@ -88,6 +88,18 @@ def test_copies_and_parity_are_no_faster_than_their_limit(job_of: JobOf, tmp_pat
     assert time.monotonic() - start > read / (1 << 20)
 
 
+def test_job_without_most_hosts_deletes_no_steps_of_theirs(job_of: JobOf, tmp_path: Path) -> None:
+    """It begins from scratch, as the run has no other step. With all hosts, the newest step is found again."""
+    job = job_of(HOSTS, 1)
+    saved(job, tmp_path, [1, 2], "partner")
+    shutil.copytree(tmp_path / "fast", tmp_path / "all")
+    for host in ("host1", "host2"):
+        shutil.rmtree(tmp_path / "fast" / host)
+    saved(job, tmp_path, [1], "partner")
+    for host in ("host0", "host3"):
+        assert any("0000000002" in path.name for path in (tmp_path / "fast" / host).glob("run-*/step-*"))
+
+
 def test_without_redundancy_each_host_is_needed(job_of: JobOf, tmp_path: Path) -> None:
     job = job_of(HOSTS, 1)
     saved(job, tmp_path, [10, 11], "none")
