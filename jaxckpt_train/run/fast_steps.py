@@ -190,7 +190,7 @@ class FastSteps:
         if has_slow_step:
             removed += self._foreign
             self._foreign = []
-        if has_slow_step or self._has_found_steps:  # else this job lacks hosts, and has begun from scratch
+        if has_slow_step or self._has_found_steps:  # else this job lacks hosts, and began from scratch
             removed += [each for each in self._unusable if each not in held]
             self._unusable = [each for each in self._unusable if each in held]
         if drains:
