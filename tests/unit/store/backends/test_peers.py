@@ -211,23 +211,23 @@ def test_closed_server_ends_its_clients(tmp_path: Path) -> None:
 
 def test_file_that_ends_on_the_way_is_an_error(tmp_path: Path) -> None:
     """Not a wait for another connection: the next copy of the file is to be read at once."""
-    link, stranger = socket.create_server(("127.0.0.1", 0)), list[int]()
+    link, asked = socket.create_server(("127.0.0.1", 0)), list[int]()
 
     def serve() -> None:
-        for _ in range(2):
-            accepted, _ = link.accept()
-            with accepted:
-                connection = Connection(accepted, TOKEN, is_server=True)
-                stranger.append(connection.receive()[0])
-                connection._send_head(peers._CONTENT, peers._Content(100, 0), 100, b"")
-                accepted.sendall(b"too short")
+        accepted, _ = link.accept()
+        with accepted:
+            connection = Connection(accepted, TOKEN, is_server=True)
+            asked.append(connection.receive()[0])
+            connection._send_head(peers._CONTENT, peers._Content(100, 0), 100, b"")
+            accepted.sendall(b"too short")
 
     with link, contextlib.closing(Peer(1, link.getsockname(), TOKEN, 30.0)) as peer:
-        thread = threading.Thread(target=serve, daemon=True)
+        thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(StorageError):
             peer.read_into("data", 0, np.empty(100, np.uint8), is_unchecked=True)
-        assert stranger == [peers._REQUEST]
+        thread.join()
+        assert asked == [peers._REQUEST]
 
 
 def test_server_that_was_restarted_is_reached_again(tmp_path: Path) -> None:
