@@ -88,12 +88,13 @@ class Run:
         return found
 
 
-def look(here: FastTier, others: Mapping[Peer, FastTier], job: Coordinator) -> list[str]:
+def look(here: FastTier, others: Mapping[Peer, FastTier], job: Coordinator) -> dict[str, bool]:
     """As `FastTier.look`, with hosts that are no processes of the job."""
     own, held = here._steps_here(), {peer: tier._steps_here() for peer, tier in others.items()}
     here._held = dict(enumerate([own, *held.values()]))
     here.files.know(own, held)
-    return sorted({step.name for steps in here._held.values() for step in steps if step.is_intact})
+    steps = [step for some in here._held.values() for step in some]
+    return {name: any(step.is_intact and step.name == name for step in steps) for name in {step.name for step in steps}}
 
 
 @functools.cache
