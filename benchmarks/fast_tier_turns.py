@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 import jaxckpt_train as jct
-from benchmarks.process_figures import STATUS
+from benchmarks.process_figures import ResidentMeter
 from jaxckpt_train.store.backends.base import Source
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.jobs.arrays import holds, sharding_of
@@ -66,14 +65,6 @@ def manager_of(folder: str, redundancy: str, backend: LocalBackend | None = None
     return jct.StepManager(f"{folder}/slow", fast_tier=tier, backend=backend)
 
 
-def peak_bytes(*, reset: bool = False) -> int:
-    """The highest resident memory of this process, since it was reset."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
 def save(folder: str, redundancy: str, mib: int, saves: int) -> list[dict[str, float]]:
     """Save changing state to the fast tier; the times of the counted saves, and the memory that they take."""
     state, found = state_of(mib, 1), list[dict[str, float]]()
@@ -83,7 +74,7 @@ def save(folder: str, redundancy: str, mib: int, saves: int) -> list[dict[str, f
             state = jax.block_until_ready(changed(state))
             manager.on_all("start together", lambda: None)
             if step == 2:
-                before = peak_bytes(reset=True)
+                meter = ResidentMeter()
             start = time.perf_counter()
             manager.save(step, {"state": state}, fast_only=True)
             blocked = time.perf_counter()
@@ -91,7 +82,8 @@ def save(folder: str, redundancy: str, mib: int, saves: int) -> list[dict[str, f
             ended = time.perf_counter()
             if step > 1:
                 found.append({"blocked_s": blocked - start, "save_s": ended - start})
-        found[-1]["memory_bytes"] = float(peak_bytes() - before)
+        memory = meter.read()
+        found[-1]["memory_bytes"] = float(memory.peak - memory.before)
     return found
 
 

@@ -47,9 +47,7 @@ from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import PartRecord
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.removal import refuse_reserved_name, remove_stale_temporaries
-from jaxckpt_train.store.transaction import (
-    refuse_existing_name,
-)
+from jaxckpt_train.store.transaction import refuse_existing_name
 from jaxckpt_train.transforms.apply import apply_operations, parse_operation, parse_operations
 from jaxckpt_train.transforms.operations import Change, Leaves, Operation
 

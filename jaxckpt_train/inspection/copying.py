@@ -55,10 +55,7 @@ from jaxckpt_train.store.removal import (
     remove_stale_temporaries,
     rename_to_free,
 )
-from jaxckpt_train.store.transaction import (
-    begin,
-    refuse_existing,
-)
+from jaxckpt_train.store.transaction import begin, refuse_existing
 from jaxckpt_train.store.verify import copy_verified, first_damage
 
 _OVERWRITE = "pass --overwrite"

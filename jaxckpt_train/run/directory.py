@@ -251,8 +251,9 @@ class RunDirectory:
         """In the primary: record which steps are on the fast tier, and which of all steps are left behind."""
         with self._guard:
             self.fast = [*entries]
-            left, roll_back = left_behind(self._all(), self._roll_back()), self._roll_back()
-            self._left, self._infos = self._origin.left_behind(self._all(), left, roll_back), None
+            entries, roll_back = self._all(), self._roll_back()
+            left = left_behind(entries, roll_back)
+            self._left, self._infos = self._origin.left_behind(entries, left, roll_back), None
 
     def _roll_back(self) -> RollBack:
         """The last roll-back of which the record says what it left behind."""

@@ -97,9 +97,9 @@ class Soak:
             time.sleep(self._random.uniform(0, PHASE_S))
 
     def _wait_for_report(self, fault: str, job: Job, host: int) -> None:
-        others = [worker for number, worker in enumerate(job.workers) if number != host]
+        others = [number for number in range(job.processes) if number != host]
         end = time.monotonic() + REPORT_S
-        while any(each.process.poll() is None and "Error" not in each.stderr() for each in others):
+        while any(job.is_silent(number) for number in others):
             if time.monotonic() > end:
                 self.trials.problems.append(f"{fault} {host}: not all others have reported it in {REPORT_S:g} s")
                 return

@@ -48,13 +48,9 @@ class Training:
     def ends(self, others: list[int]) -> float:
         """Wait until the processes `others` have reported; return the seconds."""
         start = time.monotonic()
-        while time.monotonic() - start < LIMIT_S and any(self._is_silent(number) for number in others):
+        while time.monotonic() - start < LIMIT_S and any(self.job.is_silent(number) for number in others):
             time.sleep(0.1)
         return time.monotonic() - start
-
-    def _is_silent(self, number: int) -> bool:
-        worker = self.job.workers[number]
-        return worker.process.poll() is None and "Error" not in worker.stderr()
 
     def kill(self) -> None:
         for worker in self.job.workers:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 import jaxckpt_train as jct
+from benchmarks.process_figures import ResidentMeter
 from jaxckpt_train.store.backends.base import Entry
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.tiers import fast_tier
@@ -430,23 +431,18 @@ def saves_often(slow: str, fast: str, saves: int, mib: int, options: dict[str, A
     state = {"w": jax.make_array_from_callback(shape, sharding, lambda at: np.zeros((mib, 1 << 18), np.float32))}
     update = jax.jit(lambda state: {"w": state["w"] + 1}, donate_argnums=0)
     state = jax.block_until_ready(update(state))
-    rows, before = list[dict[str, int]](), memory_bytes("VmRSS")
+    rows, meter = list[dict[str, int]](), ResidentMeter()
+    before = meter.read().before
     with manager_of(slow, fast, None, options) as manager:
         for step in range(1, saves + 1):
             state = update(state)
             assert manager.save(step, {"state": state}, force=True, fast_only=step % 50 != 0).saved
             manager.wait()
             if step % 10 == 0:
-                found = {"resident": memory_bytes("VmRSS") - before, "peak": memory_bytes("VmHWM") - before}
-                files = len(list(Path("/proc/self/fd").iterdir()))
-                rows.append({**found, "threads": threading.active_count(), "files": files})
-                Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+                found, files = meter.read(), len(list(Path("/proc/self/fd").iterdir()))
+                memory = {"resident": found.final - before, "peak": found.peak - before}
+                rows.append({**memory, "threads": threading.active_count(), "files": files})
+                meter = ResidentMeter()
         restored = manager.restore({"state": state})["state"]["w"]
         assert float(restored.min()) == float(restored.max()) == saves + 1
     return rows
-
-
-def memory_bytes(name: str) -> int:
-    """Return a size of this process, as the kernel counts it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))

@@ -78,6 +78,11 @@ class Job:
             worker.kill()
         self._pool.shutdown()
 
+    def is_silent(self, number: int) -> bool:
+        """Return whether a process is alive and has reported no error."""
+        worker = self.workers[number]
+        return worker.process.poll() is None and "Error" not in worker.stderr()
+
     def is_alive(self) -> bool:
         """Return whether all processes are alive."""
         return all(worker.process.poll() is None for worker in self.workers)
