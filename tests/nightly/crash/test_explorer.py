@@ -15,7 +15,7 @@ from jaxckpt_train.run import directory, lock, retention
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import transaction
+from jaxckpt_train.store import removal, transaction
 from jaxckpt_train.store.backends import records
 from tests.nightly.crash.crash_disk import CrashDisk, Machine
 from tests.nightly.crash.explorer import PROGRAMS, SETTINGS, explore, small_sizes
@@ -191,7 +191,7 @@ def test_leftover_attempts_of_dead_processes_are_detected(program: str, monkeypa
 
 
 def test_leftovers_of_single_checkpoint_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transaction, "remove_dead_attempts", lambda *_: None)
+    monkeypatch.setattr(removal, "remove_dead_attempts", lambda *_: None)
     assert_detected("left over", "single", can_exchange=True)  # otherwise the leftover blocks the next exchange
 
 
