@@ -116,8 +116,9 @@ class Connection:
     def send_from(self, source: LocalSource, body: msgspec.Struct, offset: int, nbytes: int) -> None:
         """Send content whose payload is a part of a file, without its digest."""
         self._send_head(_CONTENT, body, nbytes, b"")
-        if self._link.sendfile(source, offset, nbytes) != nbytes:  # type: ignore[arg-type]  # it needs only a number
-            raise FrameError("a file became shorter")
+        with open(source.fileno(), "rb", buffering=0, closefd=False) as file:  # `sendfile` reads it after any error
+            if self._link.sendfile(file, offset, nbytes) != nbytes:
+                raise FrameError("a file became shorter")
 
     def _send_head(self, kind: int, body: msgspec.Struct, payload_bytes: int, digest: bytes) -> None:
         encoded = msgspec.msgpack.encode(body)
@@ -205,7 +206,7 @@ class FileServer:
         while True:
             try:
                 link, address = self._listener.accept()
-            except OSError:  # closed; or too many open files, and a client has to wait
+            except (OSError, MemoryError):  # closed; or too many open files, and a client has to wait
                 if self._closed.wait(_PAUSE_S):
                     return
                 continue
@@ -221,7 +222,7 @@ class FileServer:
             thread = threading.Thread(target=self._serve, args=(link, address), name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # the system has no more threads for now; the client connects again
+            except (RuntimeError, MemoryError) as error:  # no more threads for now; the client connects again
                 _log.warning("%s: a connection from %s was closed: %s", self._directory, address[0], error)
                 with contextlib.closing(link), self._changed:
                     self._drop(link)
@@ -242,11 +243,13 @@ class FileServer:
                     memory = self._answer(connection, _decoded(body, _Request), memory)
                     with self._changed:
                         self._idle[link] = None
-        except FrameError as error:
+        except (FrameError, MemoryError) as error:
             if not self._closed.is_set() and not isinstance(error, _EndedError):
-                _log.warning("%s: a connection from %s was refused: %s", self._directory, address[0], error)
-        except OSError:
-            pass  # the client is gone; it reports the error
+                why = str(error) or "no memory"
+                _log.warning("%s: a connection from %s was refused: %s", self._directory, address[0], why)
+        except OSError as error:
+            if error.errno == errno.EIO:  # of the disk; otherwise the client is gone, and reports the error
+                _log.warning("%s: a file for %s could not be read: %s", self._directory, address[0], error)
         finally:
             with self._changed:
                 self._drop(link)
@@ -285,11 +288,11 @@ class FileServer:
                 raise storage_error(errno.EINVAL, f"read {request.bytes} bytes at {request.offset}", request.path[:200])
             with contextlib.closing(open_local(self._directory, request.path)) as source:
                 answer = _Content(source.size, source.modified_ns)
-                if request.is_unchecked and request.offset + request.bytes <= source.size:
+                if request.is_unchecked and 0 < request.bytes <= source.size - request.offset:
                     connection.send_from(source, answer, request.offset, request.bytes)
                     return memory
                 if len(memory) < request.bytes:
-                    memory = np.empty(request.bytes, np.uint8)
+                    memory = _memory(request)
                 data = memory[: request.bytes]
                 if request.bytes:
                     source.read_into(request.offset, data, request.bytes)
@@ -412,6 +415,13 @@ def local_address(towards: str) -> str:
     except OSError as error:
         raise storage_error(error.errno or errno.EIO, "find the interface of the job", towards, str(error)) from error
     return found
+
+
+def _memory(request: _Request) -> np.ndarray:
+    try:
+        return np.empty(request.bytes, np.uint8)
+    except MemoryError as error:
+        raise storage_error(errno.ENOMEM, f"read {request.bytes} bytes", request.path) from error
 
 
 def _is_below(path: str) -> bool:

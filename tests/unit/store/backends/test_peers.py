@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import socket
 import struct
@@ -108,6 +109,59 @@ def test_server_outlives_a_thread_that_cannot_start(tmp_path: Path) -> None:
         finally:
             threading.stack_size(before)
         assert peer.open("data").size == 4
+
+
+def test_server_without_memory_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").write_bytes(b"data")
+
+    with served(tmp_path) as peer:
+        with monkeypatch.context() as patched:
+            patched.setattr(peers.np, "empty", _no_memory)
+            into = np.zeros(4, np.uint8)
+            with pytest.raises(StorageError) as refused:
+                peer.read_into("data", 0, into)
+        assert refused.value.errno == errno.ENOMEM
+        peer.read_into("data", 0, into)
+        assert into.tobytes() == b"data"
+
+
+def _no_memory(size: int, dtype: type) -> np.ndarray:
+    if size:
+        raise MemoryError
+    return np.zeros(size, dtype)
+
+
+def test_unchecked_request_for_no_bytes_is_answered(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"data")
+    with served(tmp_path) as peer:
+        asked = peers._Request("data", 0, 0, is_unchecked=True)
+        assert peer._ask(asked, None).size == 4
+        (connection,) = peer._idle
+        assert peer._ask(asked, None).size == 4
+        assert peer._idle == [connection]
+
+
+def test_file_that_sendfile_refuses_is_read_by_other_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").write_bytes(b"0123456789")
+    monkeypatch.setattr(os, "sendfile", functools.partial(_refuse, errno.EINVAL))
+    found = np.empty(4, np.uint8)
+    with served(tmp_path) as peer:
+        peer.read_into("data", 3, found, is_unchecked=True)
+    assert found.tobytes() == b"3456"
+
+
+def test_server_logs_that_its_disk_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "data").write_bytes(b"data")
+    monkeypatch.setattr(socket.socket, "sendfile", functools.partial(_refuse, errno.EIO))
+    with served(tmp_path) as peer, pytest.raises(StorageError):
+        peer.read_into("data", 0, np.empty(4, np.uint8), is_unchecked=True)
+    assert "could not be read" in caplog.text
+
+
+def _refuse(code: int, *arguments: object) -> int:
+    raise OSError(code, os.strerror(code))
 
 
 def test_wrong_token_is_refused(tmp_path: Path) -> None:
