@@ -238,6 +238,9 @@ class RunDirectory:
         """The steps of the fast tier without those of which too much is lost."""
         return [entry for entry in self.fast if entry.damaged is None]
 
+    def _lost_fast(self) -> list[Entry]:
+        return [entry for entry in self.fast if entry.damaged is not None]
+
     def chosen_infos(self) -> tuple[CheckpointInfo, ...]:
         """As `infos`, with the step that was chosen last, although its copy is not there yet, or has failed."""
         infos, chosen = self.infos(), self.chosen
@@ -280,7 +283,7 @@ class RunDirectory:
         if not self.entries():
             is_sure = self._found.version is not None and self._found.has_steps
             refuse_uncommitted(self.backend, self.directory, bool(self.damaged()), allows_flax, is_sure=is_sure)
-            self._origin.nothing()
+            self._origin.nothing(self._lost_fast())
 
     def entries(self) -> list[Entry]:
         """All committed generations except damaged ones and those being deleted; those left behind come first."""
@@ -350,7 +353,7 @@ class RunDirectory:
         found = [entry for entry in entries if wanted in (None, entry.step)]
         if not found:
             if wanted is None and damaged:  # a restore
-                self._origin.nothing()
+                self._origin.nothing(self._lost_fast())
             raise step_not_found(self.directory, step, entries, self.backend)
         return found
 

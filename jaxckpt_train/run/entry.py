@@ -335,10 +335,10 @@ class ResumePoint:
         self._seen = {each.name: each.time if each.is_certain else None for each in [entry, *there]}
         self._fast = {(*each.save, each.time) for each in [entry, *there] if each.is_fast}
 
-    def nothing(self) -> None:
-        """Record that the run has no step, so that training starts from scratch."""
+    def nothing(self, lost: Sequence[Entry]) -> None:
+        """Record that training starts from scratch: the run has no step but those of which too much is `lost`."""
         if self.entry is None:
-            self._seen = {}
+            self._seen, self._fast = {}, {(*each.save, each.time) for each in lost}
 
     def saved(self) -> None:
         """Record a save of this process: it continues from its own step now."""

@@ -159,6 +159,17 @@ def test_run_without_a_slow_step_continues(tmp_path: Path) -> None:
     assert train(tmp_path, 30)[0] == 6
 
 
+@pytest.mark.parametrize("pattern", [LAYOUT_NAME, "*.safetensors", MANIFEST_NAME])
+def test_run_that_has_lost_all_its_steps_starts_from_scratch(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(RuntimeError, match="as planned"):
+        train(tmp_path, 30, fail_at=7)
+    for file in [*(tmp_path / "fast").rglob(pattern)]:
+        file.unlink()
+    with pytest.raises(RuntimeError, match="as planned"):
+        train(tmp_path, 30, fail_at=5)
+    assert train(tmp_path, 30)[0] == 4
+
+
 def test_damaged_record_of_a_run_without_a_slow_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="as planned"):
         train(tmp_path, 30, fail_at=7)
