@@ -125,10 +125,10 @@ class Attempt:
         for name in sorted({"/".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}):
             self.add_folder(name)
 
-    def create_file(self, name: str) -> Sink:
+    def create_file(self, name: str, direct: bool | Literal["auto"] = False) -> Sink:
         """Create a file, to be finished by the caller and synced by the commit."""
         path = f"{self.directory}/{name}"
-        sink = self._backend.create(path, direct=False)
+        sink = self._backend.create(path, direct=direct)
         self._files.append(path)
         return sink
 
@@ -196,6 +196,10 @@ class Attempt:
                     digests = copy_file(source, self.create_file(path), self._settings.digest, progress)
                 records.append(FileRecord(path, source.size, digests))
         return tuple(records)
+
+    def track_files(self, names: Iterable[str]) -> None:
+        """Have the commit sync these files, too."""
+        self._files += sorted({f"{self.directory}/{name}" for name in names}.difference(self._files))
 
     def track_folder(self, name: str) -> None:
         """Have the commit sync the files that other code wrote into a folder of the attempt, without reading them."""

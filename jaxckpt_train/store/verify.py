@@ -185,11 +185,14 @@ def copy_verified(
     settings: StoreSettings,
     progress: Callable[[int], object],
     only: Collection[str] | None = None,
+    *,
+    direct: bool | Literal["auto"] = False,
 ) -> None:
     """Copy files of a checkpoint into an attempt, which has their folders, and compare each block with its digest.
 
-    `only` names the files; None: all of them. A copy shares the blocks of its source where the file system can. It is
-    never a link, which would share all changes. `progress` is called with numbers of bytes, from several threads.
+    `only` names the files; None: all of them. `direct`: whether segments are written past the page cache. A copy shares
+    the blocks of its source where the file system can. It is never a link, which would share all changes. `progress` is
+    called with numbers of bytes, from several threads.
 
     Raises CorruptCheckpointError: the checkpoint is damaged; StorageError: a file system refused;
     CheckpointTimeoutError: as `verify`.
@@ -210,7 +213,7 @@ def copy_verified(
             if next(_FileCheck(files, copied, begin).problems(file), None) is None:
                 return
             attempt.drop_file(name)  # a copy byte by byte names the damage of the source
-        sink = attempt.create_file(name)
+        sink = attempt.create_file(name, direct if isinstance(file[0], SegmentRecord) else False)
         try:
             for problem in _FileCheck(files, committed, begin, sink).problems(file):
                 raise CorruptCheckpointError(problem)

@@ -67,9 +67,13 @@ class HostSave(CheckpointSave):
         unchanged: UnchangedLeaves | None = None,
     ) -> None:
         plain = dataclasses.replace(settings, index_files=False)  # the primary needs all to protect it
-        if tier.protection.survives() and settings.direct_io == "auto":
-            plain = dataclasses.replace(plain, direct_io=False)  # other hosts read it soon, then from the page cache
+        if tier.protection.survives():
+            # The disk writes the own share while other hosts read it from the page cache; `_protect` syncs it then.
+            plain = dataclasses.replace(plain, durability="none")
+            if settings.direct_io == "auto":
+                plain = dataclasses.replace(plain, direct_io=False)
         super().__init__(job, subject, tier.files, plain, unchanged)
+        self._given = settings
         self._tier, self.host_bytes, self._began_to_protect = tier, 0, 0.0
         self._attempt: HostAttempt | None = None
         self._is_leader = tier.hosts.leader(job.process) == job.process
@@ -92,7 +96,7 @@ class HostSave(CheckpointSave):
             self._directory, self._final = (
                 f"{root}/{os.path.basename(each)}" for each in (self._directory, self._final)
             )
-            self._attempt = HostAttempt(self._backend, self._final, self._settings, self._directory)
+            self._attempt = HostAttempt(self._backend, self._final, self._given, self._directory)
             self._attempt.add_folders(part.name for part in self.parts)
         return begun
 
@@ -132,7 +136,7 @@ class HostSave(CheckpointSave):
         return msgspec.msgpack.encode(_Written(committed.manifest_sha256, manifest_bytes, len(layout), before))
 
     def _protect(self, written: _Written) -> bytes:
-        """Keep what this process keeps of other hosts, and sync it."""
+        """Keep what this process keeps of other hosts, and sync it and the own share."""
         attempt, tier, process = self._attempt, self._tier, self._job.process
         assert attempt is not None
         name = os.path.basename(self._directory)
@@ -153,10 +157,12 @@ class HostSave(CheckpointSave):
             if before is not None:
                 paths -= attempt.take_files(before.directory, {path: same[path] for path in paths & same.keys()})
             source = dataclasses.replace(committed, directory=name)
-            copy_verified(tier.opener(other), source, attempt, self._settings, self._read_elsewhere, paths)
+            direct = self._given.direct_io  # nobody reads a copy soon
+            copy_verified(tier.opener(other), source, attempt, self._given, self._read_elsewhere, paths, direct=direct)
         members = tier.protection.set_of(process)
         if members is not None:
             self._write_parity(attempt, layout, members, name)
+        attempt.track_files(path for path, _ in layout.files[process])
         attempt.sync()
         attempt.check_before_publishing()
         return b""

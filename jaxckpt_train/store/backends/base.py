@@ -88,7 +88,7 @@ class Sink(Protocol):
     """A file that is being written. The caller may reuse a buffer as soon as a call returns.
 
     Attributes:
-        alignment: offsets, lengths and buffer addresses of `write_at` must be multiples of this.
+        alignment: pieces whose offset, length and address are multiples of this go directly to the medium.
         in_order: whether each `write_at` must continue where the last one ended.
     """
 

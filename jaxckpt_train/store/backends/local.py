@@ -294,14 +294,16 @@ class _LocalFile:
 
 class _LocalSink(_LocalFile):
     in_order = False
+    _plain = -1
 
     def write_at(self, offset: int, data: np.ndarray) -> None:
         view = memoryview(data)
         with _storage_errors(f"write {len(view)} bytes at {offset}", self._path):
             while view:
-                was_direct = self.alignment > 1
+                is_aligned = (offset | len(view)) % self.alignment == 0
+                was_direct = is_aligned and self.alignment > 1
                 try:
-                    done = os.pwrite(self._descriptor, view, offset)
+                    done = os.pwrite(self._descriptor if is_aligned else self._buffered(), view, offset)
                 except OSError as error:
                     if not self._left_direct(error, was_direct=was_direct):
                         raise
@@ -309,11 +311,22 @@ class _LocalSink(_LocalFile):
                 if done == 0:
                     raise OSError(errno.EIO, "the file system wrote no bytes")
                 offset, view = offset + done, view[done:]
-                if view and done % self.alignment:
-                    self._leave_direct()  # a short write left an offset that direct I/O refuses
             if sys.platform == "linux" and self.alignment == 1 and len(data) >= _EARLY_BYTES:
                 # The kernel begins to write what is dirty there, while more comes, and not only in `fsync`.
                 os.posix_fadvise(self._descriptor, offset - len(data), len(data), os.POSIX_FADV_DONTNEED)
+
+    def _buffered(self) -> int:
+        """A descriptor for pieces that direct I/O refuses."""
+        with self._fallback:
+            if self._plain < 0:
+                with contextlib.suppress(OSError):
+                    path, flags = f"/proc/self/fd/{self._descriptor}", os.O_WRONLY | os.O_CLOEXEC
+                    self._plain = os.open(path, flags)
+                    self._replaced += (self._plain,)
+        if self._plain < 0:
+            self._leave_direct()
+            return self._descriptor
+        return self._plain
 
     def finish(self, size: int, *, sync: bool) -> None:
         with _storage_errors("finish writing", self._path):

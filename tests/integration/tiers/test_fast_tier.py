@@ -70,6 +70,14 @@ def test_any_lost_hosts(job_of: JobOf, tmp_path: Path, redundancy: str) -> None:
         assert restored(job, tmp_path, redundancy) == 10
 
 
+@pytest.mark.parametrize("redundancy", ["none", "partner", "xor"])
+def test_everything_is_synced_before_a_host_publishes(job_of: JobOf, tmp_path: Path, redundancy: str) -> None:
+    answers = job_of(4, 1).call(fast.syncs, *places(tmp_path), ["a", "a", "b", "b"], redundancy)
+    here = {name for _, names in answers for name in names}
+    assert {Path(name).name for name in here} >= {COMMIT_NAME, MANIFEST_NAME, LAYOUT_NAME, "state"}
+    assert here - {name for synced, _ in answers for name in synced} == set()
+
+
 def test_ls_says_what_a_host_does_not_have(job_of: JobOf, tmp_path: Path) -> None:
     saved(job_of(HOSTS, 1), tmp_path, [10, 11], "partner")
     for host in range(HOSTS):

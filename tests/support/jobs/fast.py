@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
 import gc
+import os
 import socket
 import threading
 from pathlib import Path
@@ -83,6 +85,29 @@ def save_steps(
             assert result.saved, result.reason
             manager.wait()
     return [f"{fast}/{domain(fast, hosts)}"]
+
+
+def syncs(slow: str, fast: str, hosts: list[str], redundancy: str) -> list[list[str]]:
+    """Save a step; return which files this process has synced before it was published here, and those it has here."""
+    folder, synced, names = Path(fast, domain(fast, hosts)), set[tuple[int, int]](), ("fsync", "fdatasync")
+    real = {name: getattr(os, name) for name in names}
+
+    def record(descriptor: int, name: str) -> None:
+        real[name](descriptor)
+        found = os.fstat(descriptor)
+        if not list(folder.glob("run-*/step-*")):
+            synced.add((found.st_dev, found.st_ino))
+
+    for name in names:
+        setattr(os, name, functools.partial(record, name=name))
+    try:
+        save_steps(slow, fast, [11], hosts, {"redundancy": redundancy})
+    finally:
+        for name in names:
+            setattr(os, name, real[name])
+    found = {file: file.stat() for file in folder.glob("run-*/step-*/**/*")}
+    here = {str(file): (each.st_dev, each.st_ino) for file, each in found.items()}
+    return [[name for name, each in here.items() if each in synced], [*here]]
 
 
 def restore(

@@ -146,13 +146,20 @@ def test_direct_io_may_be_refused_midway(direct: Any, tmp_path: Path, monkeypatc
     source.close()
 
 
-def test_unaligned_transfers_leave_direct_mode(tmp_path: Path) -> None:
+def test_pieces_that_direct_io_refuses(tmp_path: Path) -> None:
     sink = LocalBackend().create(str(tmp_path / "a"), direct="auto")
+    alignment, data = sink.alignment, aligned_buffer(6 * 4096)
+    data[:] = np.random.default_rng(0).integers(0, 256, len(data), np.uint8)
+    for start, stop in [(0, 4097), (4097, 8192), (8192, 16384), (16384, 20480), (20480, 24000)]:
+        sink.write_at(start, data[start:stop])
+    assert sink.alignment == alignment  # the other pieces still go past the page cache
+    sink.finish(24000, sync=True)
+    assert (tmp_path / "a").read_bytes() == data[:24000].tobytes()
+
+
+def test_unaligned_reads(tmp_path: Path) -> None:
     data = np.random.default_rng(0).integers(0, 256, 10_001, np.uint8)
-    sink.write_at(0, data[:4097])
-    sink.write_at(4097, data[4097:])
-    sink.finish(len(data), sync=True)
-    assert (tmp_path / "a").read_bytes() == data.tobytes()
+    (tmp_path / "a").write_bytes(data.tobytes())
     source = LocalBackend().open(str(tmp_path), "a", direct="auto")
     found = np.zeros(9000, np.uint8)
     source.read_into(7, found, 9000)
