@@ -82,10 +82,10 @@ class HostSave(CheckpointSave):
         return False
 
     def _opener_of_taken_files(self) -> Opener | None:
-        """Parity must not be computed from wrong bytes, and copies that are made anew would fail at them."""
-        protection, is_first = self._tier.protection, not self._tier.newest
-        has_parity = protection.set_of(self._job.process) is not None
-        return self._tier.files.here() if has_parity or (is_first and protection.survives()) else None
+        """Parity must not be computed from wrong bytes, and a restore may have read the copies of other hosts."""
+        tier, is_first = self._tier, not self._tier.newest
+        has_parity = tier.protection.set_of(self._job.process) is not None
+        return tier.files.here() if has_parity or (is_first and len(tier.hosts.leaders()) > 1) else None
 
     def _begin(self, target: SaveTarget) -> BegunSave:
         begun = super()._begin(target)

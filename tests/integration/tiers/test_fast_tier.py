@@ -276,6 +276,14 @@ def test_damaged_file_is_not_taken_over_after_a_restore(job_of: JobOf, tmp_path:
             assert job.call(fast.restores_frozen, *places(tmp_path), options) == [[15, True]] * HOSTS
 
 
+def test_damaged_file_is_not_taken_over_by_a_job_without_redundancy(job_of: JobOf, tmp_path: Path) -> None:
+    job, options = job_of(HOSTS, 1), {"redundancy": "none"}
+    job.call(fast.saves_frozen, *places(tmp_path), [11, 12])
+    fast.damage_frozen(str(tmp_path / "fast"), 1, 12)
+    job.call(fast.saves_frozen, *places(tmp_path), [13], options, 12)
+    assert job.call(fast.restores_frozen, *places(tmp_path), options) == [[13, True]] * HOSTS
+
+
 @pytest.mark.parametrize("redundancy", ["xor", "p+q"])
 def test_parity_is_computed_from_intact_files(job_of: JobOf, tmp_path: Path, redundancy: str) -> None:
     job, options = job_of(HOSTS, 1), {"redundancy": redundancy}
