@@ -30,6 +30,7 @@ from jaxckpt_train.run.entry import Entry, branch_last, entry_from_manifest, par
 from jaxckpt_train.run.history import Clock
 from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.settings import FastTierSettings, StoreSettings
+from jaxckpt_train.store.backends.base import is_damage
 from jaxckpt_train.store.committed import Committed, folders_of, open_committed
 from jaxckpt_train.store.timeouts import time_limited
 from jaxckpt_train.store.transaction import Attempt, Transaction, begin
@@ -130,6 +131,8 @@ class FastSteps:
             try:
                 info = open_committed(self.tier.files, path, is_complete=False).manifest.info
             except CheckpointError as error:
+                if not is_damage(error):
+                    raise  # a host does not answer: the step may be intact
                 _log.warning("%s: ignored: %s", path, error)
                 unusable.append(name)
                 continue

@@ -27,24 +27,13 @@ from jaxckpt_train.run.entry import Entry, Restored, Skipped, StepVanishedError
 from jaxckpt_train.run.fast_steps import FastSteps
 from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import GONE
+from jaxckpt_train.store.backends.base import is_damage
 from jaxckpt_train.store.committed import Committed, is_gone, open_committed
 from jaxckpt_train.store.manifest import MANIFEST_NAME, decode_manifest, encode_manifest
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.verify import verify
 
-# The errors of a damaged or vanished file. Any other error (no permission, no memory) is not caused by the step.
-_DAMAGE = {
-    *GONE,
-    errno.EIO,
-    errno.EINVAL,
-    errno.ELOOP,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EBADMSG,
-    getattr(errno, "EUCLEAN", errno.EIO),  # macOS does not have it
-}
-# Of these, errors that prove damage of a committed file; a read error may not occur again.
+# Errors that prove damage of a committed file; a read error may not occur again.
 _PROVEN = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 _log = logging.getLogger("jaxckpt_train")
 # Each process reads a larger manifest itself: the storage delivers it to many processes faster than the primary.
@@ -186,7 +175,7 @@ class RunRestore:
                 left_out = frozenset[str]() if self._targets is None else parts - set(self._targets)
                 return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, left_out)
             except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
-                if isinstance(error, StorageError) and error.errno not in _DAMAGE:
+                if not is_damage(error):
                     raise
                 if is_gone(backend, path):
                     raise StepVanishedError(entry.name) from error
@@ -221,7 +210,7 @@ class RunRestore:
         try:
             return read()
         except (CorruptCheckpointError, StorageError) as error:
-            if isinstance(error, StorageError) and error.errno not in _DAMAGE:
+            if not is_damage(error):
                 raise
             first = f"{'check the memory' if _is_proof(error) else 'check the disk'}; the first attempt failed: {error}"
             free_frames(error)

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import GONE, MISSING, Files, Opener, Replicated, Sink, Source
+from jaxckpt_train.store.backends.base import GONE, MISSING, Files, Opener, Replicated, Sink, Source, is_damage
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FileRecord, HexDigest, block_digests, digest_function
 from jaxckpt_train.store.process_identity import memory_bytes
 from jaxckpt_train.store.timeouts import time_limited
@@ -230,14 +230,22 @@ def has_digest(digest: HexDigest, data: np.ndarray, expected: str) -> bool:
 
 
 def read_intact(source: Source, offset: int, data: np.ndarray, is_intact: Callable[[], bool]) -> bool:
-    """Read bytes that are wrong from other copies of a file, if it has any, until they are intact; False: none is."""
+    """Read bytes that are wrong from other copies of a file, if it has any, until they are intact; False: none is.
+
+    Raises StorageError: none that can be read is intact, but one could not be read this time.
+    """
     if not isinstance(source, Replicated):
         return False
+    refused: StorageError | None = None
     for number in range(1, source.copies):
-        with contextlib.suppress(StorageError, CorruptCheckpointError):
+        try:
             source.read_copy(number, offset, data)
             if is_intact():
                 return True
+        except (StorageError, CorruptCheckpointError) as error:
+            refused = error if isinstance(error, StorageError) and not is_damage(error) else refused
+    if refused is not None:
+        raise refused
     return False
 
 

@@ -32,7 +32,15 @@ import msgspec
 
 from jaxckpt_train._validation import is_url
 from jaxckpt_train.errors import CorruptCheckpointError, SettingsError, StorageError
-from jaxckpt_train.store.backends.base import GONE, MISSING, Backend, Entry, is_removed_in_use, sync_directory
+from jaxckpt_train.store.backends.base import (
+    GONE,
+    MISSING,
+    Backend,
+    Entry,
+    is_damage,
+    is_removed_in_use,
+    sync_directory,
+)
 from jaxckpt_train.store.backends.local import side_name
 from jaxckpt_train.store.committed import attempt_paths, is_committed, is_step_folder
 from jaxckpt_train.store.files import read_head, read_or_none
@@ -140,14 +148,21 @@ def walk_directories(backend: Backend, directory: str) -> Iterator[tuple[str, li
         waiting += [f"{path}/{entry.name}" for entry in entries if entry.kind == "directory"]
 
 
-def file_sizes(backend: Backend, directory: str) -> dict[str, int]:
-    """The sizes of the files in a directory and below it, by their paths in it, without those that cannot be opened."""
+def file_sizes(backend: Backend, directory: str, *, raises: bool = False) -> dict[str, int]:
+    """The sizes of the files in a directory and below it, by their paths in it, without those that cannot be opened.
+
+    `raises`: raise a StorageError that says nothing about the file, such as that of too many open files.
+    """
     sizes, walked = dict[str, int](), walk_directories(backend, directory)
     for folder, name in [(path, entry.name) for path, entries in walked for entry in entries if entry.kind == "file"]:
-        with contextlib.suppress(StorageError):
+        try:
             source = backend.open(folder, name, direct=False)
-            source.close()
-            sizes[f"{folder}/{name}".removeprefix(f"{directory}/")] = source.size
+        except StorageError as error:
+            if raises and not is_damage(error):
+                raise
+            continue
+        source.close()
+        sizes[f"{folder}/{name}".removeprefix(f"{directory}/")] = source.size
     return sizes
 
 

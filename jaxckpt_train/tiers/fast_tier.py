@@ -24,7 +24,7 @@ import numpy as np
 from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import CheckpointError, SettingsError, StorageError
 from jaxckpt_train.settings import FastTierSettings
-from jaxckpt_train.store.backends.base import GONE, Opener, Source
+from jaxckpt_train.store.backends.base import GONE, Opener, Source, is_damage
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.backends.peers import FileServer, Peer, local_address
 from jaxckpt_train.store.committed import read_committed
@@ -251,10 +251,12 @@ class FastTier:
             try:
                 is_intact = read_committed(LocalBackend(), path) is not None  # only what is here
             except CheckpointError as error:
+                if not is_damage(error):
+                    raise
                 is_alone = len(self.hosts.leaders()) == 1
                 what = "the step is ignored" if is_alone else "another host may have an intact manifest"
                 _log.warning("%s: %s; %s", path, error, what)
-            found.append(HeldStep(entry.name, is_intact, file_sizes(LocalBackend(), path)))
+            found.append(HeldStep(entry.name, is_intact, file_sizes(LocalBackend(), path, raises=True)))
             report_progress()
         return found
 

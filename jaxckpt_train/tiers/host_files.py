@@ -10,15 +10,15 @@ import contextlib
 import errno
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
 import xxhash
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import Source, storage_error
+from jaxckpt_train.store.backends.base import Source, is_damage, storage_error
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.backends.peers import Peer
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME, NOT_JSON
@@ -28,6 +28,8 @@ LAYOUT_NAME = ".tier.json"
 MAX_LAYOUT_BYTES = 256 << 20
 _MOST_LAYOUTS = 16
 _log = logging.getLogger("jaxckpt_train")
+C = TypeVar("C")
+T = TypeVar("T")
 Name = tuple[str, int]  # the path of a file in its step, and its size
 
 
@@ -173,15 +175,19 @@ class HostFiles(LocalBackend):
         return super().open(directory, name, direct=direct)
 
     def layout(self, step: str) -> Layout | None:
-        """How a step is protected; None: no host has an intact layout."""
+        """How a step is protected; None: no host has an intact layout. Raises StorageError: a host does not answer."""
         if step not in self._layouts:
             here: Callable[[], Source] = functools.partial(self.open_here, f"{self.root}/{step}", LAYOUT_NAME)
-            for copy in (here, *self._copies_elsewhere(step, LAYOUT_NAME)):
-                with contextlib.suppress(StorageError, CorruptCheckpointError):
-                    if len(self._layouts) >= _MOST_LAYOUTS:
-                        self._layouts = {}
-                    self._layouts[step] = _read_layout(copy, f"{self.root}/{step}/{LAYOUT_NAME}")
-                    break
+            copies = (here, *self._copies_elsewhere(step, LAYOUT_NAME))
+            try:
+                found = _first(copies, functools.partial(_read_layout, path=f"{self.root}/{step}/{LAYOUT_NAME}"))
+            except (StorageError, CorruptCheckpointError) as error:
+                if not is_damage(error):
+                    raise
+            else:
+                if len(self._layouts) >= _MOST_LAYOUTS:
+                    self._layouts = {}
+                self._layouts[step] = found[1]
         return self._layouts.get(step)
 
     def _rebuilt(self, step: str, path: str) -> list[Callable[[], Source]]:
@@ -205,11 +211,16 @@ class HostFiles(LocalBackend):
         return all(self._is_somewhere(step, path) for path, _ in layout.files[process])
 
     def _is_somewhere(self, step: str, path: str) -> bool:
+        if self._having(step, path):  # as its host says: if the network does not reach that now, it is not lost
+            return True
         try:
-            self.open_copy(step, path).close()
-        except (StorageError, CorruptCheckpointError):
+            source = self.open_here(f"{self.root}/{step}", path)
+        except StorageError as error:
+            if not is_damage(error):
+                raise
             return False
-        return True
+        source.close()
+        return source.size == self._size(step, path)
 
     def open_copy(self, step: str, path: str) -> Source:
         """Open a file without rebuilding it."""
@@ -234,22 +245,31 @@ class HostFiles(LocalBackend):
 
 
 def _first_of(copies: Sequence[Callable[[], Source]], size: int | None) -> Source:
-    """The first copy of this size (None: of any) that can be opened, and those after it.
+    """The first copy of this size (None: of any) that can be opened, and those after it. Raises as `_first`."""
 
-    Raises the error of the first copy, or CorruptCheckpointError, if there is none.
+    def opened(copy: Callable[[], Source]) -> Source:
+        source = copy()
+        if size is None or source.size == size:
+            return source
+        source.close()
+        raise CorruptCheckpointError(f"a copy has {source.size} bytes, expected {size}")
+
+    number, source = _first(copies, opened)
+    return source if number + 1 == len(copies) else _ReplicatedSource(source, copies[number + 1 :])
+
+
+def _first(choices: Iterable[C], use: Callable[[C], T]) -> tuple[int, T]:
+    """Use the first choice that can be used; return its place, and the result.
+
+    If none can, raises the first error that says nothing about the file, such as that of a network; or the first one.
     """
-    first: StorageError | CorruptCheckpointError | None = None
-    for number, copy in enumerate(copies):
+    errors = list[StorageError | CorruptCheckpointError]()
+    for number, choice in enumerate(choices):
         try:
-            source = copy()
-            if size is None or source.size == size:
-                return source if number + 1 == len(copies) else _ReplicatedSource(source, copies[number + 1 :])
-            source.close()
-            raise CorruptCheckpointError(f"a copy has {source.size} bytes, expected {size}")
+            return number, use(choice)
         except (StorageError, CorruptCheckpointError) as error:
-            first = first or error
-    assert first is not None
-    raise first
+            errors.append(error)
+    raise next((error for error in errors if not is_damage(error)), errors[0])
 
 
 class _ReplicatedSource:
@@ -263,15 +283,13 @@ class _ReplicatedSource:
         self.copies = 1 + len(others)
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
-        try:
-            self._source.read_into(offset, data, needed)
-            return
-        except (StorageError, CorruptCheckpointError) as error:
-            for number in range(1, self.copies):
-                with contextlib.suppress(StorageError, CorruptCheckpointError):
-                    self.read_copy(number, offset, data[:needed])
-                    return
-            raise error
+        def read(number: int) -> None:
+            if number:
+                self.read_copy(number, offset, data[:needed])
+            else:
+                self._source.read_into(offset, data, needed)
+
+        _first(range(self.copies), read)
 
     def read_copy(self, number: int, offset: int, data: np.ndarray) -> None:
         """Fill a flat uint8 array from another copy."""

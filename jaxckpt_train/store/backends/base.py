@@ -22,6 +22,17 @@ GONE = {errno.ENOENT, errno.ESTALE}
 # Opening fails with one of these if the file is gone, or is a link, a directory or a device. Any other errno (no
 # permission, too many open files) says nothing about the checkpoint.
 MISSING = {*GONE, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO}
+# A damaged or vanished file. Any other errno (no permission, no memory, a network) says nothing about the checkpoint.
+DAMAGE = {
+    *GONE,
+    errno.EIO,
+    errno.EINVAL,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EBADMSG,
+    getattr(errno, "EUCLEAN", errno.EIO),  # macOS does not have it
+}
 # Prefixes of a backend's short-lived temporary files; a crash may leave such files, and they have no meaning.
 TEMPORARY_PREFIXES = (".jaxckpt-new-", ".jaxckpt-now-")
 # Names that NFS, SMB and FUSE clients give to files that were removed while a process had them open.
@@ -82,6 +93,11 @@ class StoredRecord:
 def is_storage_failure(error: BaseException) -> bool:
     """Whether an error says only that the storage failed or did not respond, so that the data may be intact."""
     return isinstance(error, OSError) and error.errno not in MISSING
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an error says that a checkpoint is damaged or gone, and not that it could not be read this time."""
+    return not isinstance(error, OSError) or error.errno in DAMAGE
 
 
 class Sink(Protocol):

@@ -33,7 +33,7 @@ import numpy as np
 import xxhash
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import storage_error
+from jaxckpt_train.store.backends.base import DAMAGE, storage_error
 from jaxckpt_train.store.backends.local import LocalSource, open_local
 
 MAX_BODY_BYTES, MAX_PAYLOAD_BYTES = 64 << 10, 4 << 20
@@ -367,7 +367,8 @@ class Peer:
                     time.sleep(_PAUSE_S if is_fresh else 0.0)
                     connection, is_fresh = None, True
                     continue
-                code = (error.errno if isinstance(error, OSError) else None) or errno.EIO
+                code = error.errno if isinstance(error, OSError) else None
+                code = errno.ECONNABORTED if code is None or code in DAMAGE else code  # the file may be intact
                 reason = f"process {self.process} does not deliver it: {error or type(error).__name__}"
                 raise storage_error(code, "read the file of another host", where, reason) from error
             with self._lock:

@@ -116,6 +116,16 @@ def test_without_redundancy_each_host_is_needed(job_of: JobOf, tmp_path: Path) -
         assert restored(job, tmp_path, "none") == 10
 
 
+@pytest.mark.parametrize("process", [0, 2])
+def test_host_that_does_not_answer_costs_no_step(job_of: JobOf, tmp_path: Path, process: int) -> None:
+    """It may answer the next job: the older steps, which need no other host, are not restored meanwhile."""
+    job, hosts = job_of(HOSTS, 1), ["host1", "host0", "host3", "host2"]  # each needs what another one has
+    saved(job, tmp_path, [9, 10, 11], "none")
+    answers = job.outcomes(fast.restores_without_network, *places(tmp_path), hosts, process)
+    assert all("StorageError" in each["error"] for each in answers), answers
+    assert restored(job, tmp_path, "none", hosts) == 11
+
+
 @pytest.mark.parametrize("redundancy", ["partner", "xor", "p+q"])
 @pytest.mark.parametrize("processes", [3, 5])
 def test_other_number_of_hosts(job_of: JobOf, tmp_path: Path, redundancy: str, processes: int) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 import jaxckpt_train as jct
 from benchmarks.process_figures import ResidentMeter
+from jaxckpt_train.store.backends import peers
 from jaxckpt_train.store.backends.base import Entry
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.tiers import fast_tier
@@ -123,6 +124,25 @@ def restore(
         assert manager.restored_step is not None
         wrong = [name for name in SHAPES if not holds(found[name], values_of(name, manager.restored_step))]
         return [manager.restored_step, wrong]
+
+
+def restores_without_network(slow: str, fast: str, hosts: list[str], process: int) -> int | None:
+    """Restore the newest step while a process does not reach the others; return its number."""
+    with manager_of(slow, fast, hosts, {"redundancy": "none", "timeout_s": 2.0}) as manager:
+        if jax.process_index() == process:
+            peers.Peer._connect = _refuse_connection  # type: ignore[method-assign]
+        try:
+            manager.restore({"state": state_of(0)})
+            return manager.restored_step
+        finally:
+            peers.Peer._connect = _CONNECT  # type: ignore[method-assign]
+
+
+_CONNECT = peers.Peer._connect
+
+
+def _refuse_connection(peer: peers.Peer) -> peers.Connection:
+    raise TimeoutError
 
 
 def save_on_mesh(slow: str, fast: str, mesh: list[int]) -> None:
