@@ -191,7 +191,9 @@ class Attempt:
         """
         records: list[FileRecord] = []
         for path, entry in _walk(self._backend, local, name):
-            if _is_storable(local, path, entry):
+            if not _is_storable(local, path, entry):
+                self.add_folder(path)
+            else:
                 with contextlib.closing(self._backend.open(local, path, direct=False)) as source:
                     digests = copy_file(source, self.create_file(path), self._settings.digest, progress)
                 records.append(FileRecord(path, source.size, digests))
@@ -457,10 +459,11 @@ class HostAttempt(Transaction):
         return self._given
 
     def add_folder(self, name: str) -> str:
-        """Create the folder of one checkpointable, unless another process of this host has."""
+        """Create a folder, unless this or another process of this host has."""
         path = f"{self.directory}/{name}"
-        self._backend.make_directory(path, parents=True, sync=False)
-        self._folders.append(path)
+        if path not in self._folders:
+            self._backend.make_directory(path, parents=True, sync=False)
+            self._folders.append(path)
         return path
 
     def finish(self) -> None:

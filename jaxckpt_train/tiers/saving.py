@@ -26,7 +26,7 @@ from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.backends.local import LocalBackend, temporary_folder
-from jaxckpt_train.store.committed import Committed, open_committed
+from jaxckpt_train.store.committed import Committed, folders_of, open_committed
 from jaxckpt_train.store.manifest import MANIFEST_NAME, FileRecord, decode_manifest
 from jaxckpt_train.store.process_index import decode_index
 from jaxckpt_train.store.timeouts import time_limited
@@ -150,6 +150,7 @@ class HostSave(CheckpointSave):
             if kept.manifest_sha256 != written.sha256:
                 raise CorruptCheckpointError(f"{subject}: is not what process 0 wrote; check the memory")
             attempt.write_file(LAYOUT_NAME, layout_data)
+        attempt.add_folders(folders_of(committed.manifest))  # objects may have written files into folders of their own
         before = self._opened_here(written.before)
         same = {} if before is None else unchanged_files(before, committed)
         for other in tier.protection.copied_by(process):

@@ -316,7 +316,7 @@ def test_objects_that_write_their_own_files(job_of: JobOf, tmp_path: Path, hosts
 def test_objects_read_only_intact_files(job_of: JobOf, tmp_path: Path, redundancy: str) -> None:
     job, options = job_of(HOSTS, 1), {"redundancy": redundancy}
     job.call(fast.saves_own_files, *places(tmp_path), None, [10, 11], options)
-    (file,) = (tmp_path / "fast" / "host0").rglob("step-*0011*/own/data.bin")
+    (file,) = (tmp_path / "fast" / "host0").rglob("step-*0011*/own/folder/data.bin")
     whole = file.read_bytes()
     for damaged in (whole, b"?" + whole[1:], whole[:10], None):
         if damaged is None:

@@ -346,20 +346,21 @@ def is_served(address: tuple[str, int]) -> bool:
 
 
 class Files:
-    """An object that writes the same file in every process."""
+    """An object that writes the same file in every process, into a folder of its own."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
     async def save(self, directory: Any) -> Any:
         async def write() -> None:
-            (directory.path / "data.bin").write_bytes(bytes([self.step]) * 4000)
+            (directory.path / "folder").mkdir(exist_ok=True)
+            (directory.path / "folder" / "data.bin").write_bytes(bytes([self.step]) * 4000)
 
         return write()
 
     async def load(self, directory: Path) -> Any:
         async def read() -> None:
-            data = (directory / "data.bin").read_bytes()
+            data = (directory / "folder" / "data.bin").read_bytes()
             self.step = data[0] if data == data[:1] * 4000 else -1
 
         return read()
