@@ -422,6 +422,7 @@ class SaveSlot:
         self.info: CheckpointInfo | None = None  # its step, as policies see it
         self.given_up: PendingSave[Any] | None = None
         self._kept: list[BaseException] | None = None
+        self._waits = 0
         self._skipped_at = math.inf  # the last time that this save caused a step to be skipped
         self._was_warned_of = self._is_without_state = False  # its failure was reported when the step was skipped
 
@@ -527,7 +528,10 @@ class SaveSlot:
             why = f"skipped: {pending.subject} is still in progress, and if_busy is 'skip'"
             _log.info("step %d: %s", step, why)
             return why
-        _log.info("the save of step %d waits, because %s is still in progress", step, pending.subject)
+        self._waits += 1
+        level = logging.DEBUG if self._waits & (self._waits - 1) else logging.INFO  # the 1st, 2nd, 4th, 8th ... wait
+        text = "the save of step %d waits, because %s is still in progress (wait %d of this process)"
+        _log.log(level, text, step, pending.subject, self._waits)
         try:
             error = self.settle(timeout_s, self.patience_s(force), self.is_asked_to_leave)
         except CheckpointTimeoutError as stalled_error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import re
 import threading
 import weakref
@@ -17,7 +18,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train import pending as pending_module
-from jaxckpt_train.pending import PendingSave, start_save
+from jaxckpt_train.pending import PendingSave, SaveSlot, start_save
 
 T = TypeVar("T")
 
@@ -248,3 +249,18 @@ def test_callback_may_wait_for_another_thread_that_reads(tmp_path: Path, read: C
         held.go.set()
         pending.wait()
     assert len(found) == 1
+
+
+def test_waits_are_logged_at_growing_distances(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "jaxckpt_train")
+    slot = SaveSlot("wait", 60.0, "skip")
+    monkeypatch.setattr(slot, "settle", lambda *_: None)
+    go = threading.Event()
+    slot.begun(start_save("step 1", go.wait))
+    for step in range(2, 13):
+        slot.wait_until_free(step, False, None)
+    go.set()
+    waits = [record.args for record in caplog.records if "waits" in record.msg]
+    assert [args[0] for args in waits if isinstance(args, tuple)] == [2, 3, 5, 9]
