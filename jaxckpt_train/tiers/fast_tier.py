@@ -106,10 +106,11 @@ class FastTier:
         self.protection = self.hosts.protection(self.settings.redundancy)
         if job.process == 0 and self.protection.survives() < _LOSSES[self.settings.redundancy]:
             _log.warning(
-                "%s: redundancy=%r needs more failure domains than the %d of this job: a step survives the loss of %d",
+                "%s: redundancy=%r needs more failure domains than %d: %sa step of this job survives the loss of %d",
                 self.directory,
                 self.settings.redundancy,
                 self.hosts.domains,
+                "copies take the place of parity, and " if self.protection.copies else "",
                 self.protection.survives(),
             )
         self._has_joined = True

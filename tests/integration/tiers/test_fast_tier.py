@@ -108,6 +108,12 @@ def test_job_without_most_hosts_deletes_no_steps_of_theirs(job_of: JobOf, tmp_pa
         assert any("0000000002" in path.name for path in (tmp_path / "fast" / host).glob("run-*/step-*"))
 
 
+def test_too_few_hosts_for_parity_get_copies_and_a_warning(job_of: JobOf, tmp_path: Path) -> None:
+    (warning,), others = job_of(2, 1).call(fast.warnings, *places(tmp_path), "p+q")
+    assert "copies" in warning
+    assert others == []
+
+
 def test_without_redundancy_each_host_is_needed(job_of: JobOf, tmp_path: Path) -> None:
     job = job_of(HOSTS, 1)
     saved(job, tmp_path, [10, 11], "none")

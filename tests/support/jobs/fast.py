@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import gc
+import logging
 import os
 import socket
 import threading
@@ -285,6 +286,19 @@ def train(slow: str, fast: str, log: str, options: dict[str, Any]) -> None:
             manager.save(step, {"state": state_of(step)}, force=True, fast_only=step % 10 != 0)
             manager.wait()
             note("saved", step)
+
+
+def warnings(slow: str, fast: str, redundancy: str) -> list[str]:
+    """Join the hosts of a run, and return the warnings."""
+    found = list[logging.LogRecord]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = found.append  # type: ignore[method-assign]
+    logger = logging.getLogger("jaxckpt_train")
+    logger.addHandler(handler)
+    with manager_of(slow, fast, None, {"redundancy": redundancy}) as manager:
+        manager.own()
+    logger.removeHandler(handler)
+    return [record.getMessage() for record in found]
 
 
 def shares(slow: str, fast: str, hosts: list[str], directories: list[str]) -> None:
