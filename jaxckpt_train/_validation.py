@@ -159,10 +159,11 @@ def fraction(subject: str, value: Any) -> float:
 
 def local_directory(subject: str, value: Any) -> str:
     """Return the absolute path of a directory of the file system."""
-    found = absolute_path(subject, value)
-    if is_url(found):
-        refuse(subject, "a directory of this host, not a URL", value)
-    return found
+    is_text = isinstance(value, str | os.PathLike)
+    url = _URL.match(str(value)) if is_text else None
+    if url or not is_text or not str(value):
+        refuse(subject, "a directory of this host, not a URL", _bare(*url.groups()) if url else value)
+    return absolute_path(subject, value)
 
 
 def named(subject: str, value: Any) -> Mapping[str, Any]:

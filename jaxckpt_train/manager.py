@@ -298,8 +298,15 @@ class StepManager:
         """Take the directory for this process and clean up after dead owners. The first save calls this by itself."""
         self._check_open()
         self._job_sync.own()
-        if self._fast is not None:
+        if self._fast is None:
+            return
+        try:
             self._fast.own()
+        except BaseException as error:  # the caller may never call `close`, because its `with` block was not entered
+            self.ends_as(type(error).__name__)
+            with suppress_secondary(error, self.directory):
+                self.close()
+            raise
 
     def on_all(self, doing: str, act: Callable[[], T]) -> T:
         """Call a function in all processes of the job. An error that it raises in one of them is raised in all."""

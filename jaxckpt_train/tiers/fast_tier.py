@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import logging
@@ -24,7 +25,7 @@ import numpy as np
 from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import CheckpointError, SettingsError, StorageError
 from jaxckpt_train.settings import FastTierSettings
-from jaxckpt_train.store.backends.base import GONE, Opener, Source, is_damage
+from jaxckpt_train.store.backends.base import GONE, Opener, Source, is_damage, storage_error
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.backends.peers import FileServer, Peer, local_address
 from jaxckpt_train.store.committed import read_committed
@@ -58,6 +59,11 @@ class FastTier:
 
     def __init__(self, settings: FastTierSettings, run_directory: str) -> None:
         folder = hashlib.blake2b(run_directory.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+        if f"{settings.directory}/".startswith(f"{run_directory}/"):
+            raise SettingsError(
+                f"fast_tier.directory: expected a directory outside of that of the run, {run_directory}, found "
+                f"{settings.directory}"
+            )
         self.settings, self.directory = settings, f"{settings.directory}/run-{folder}"
         self.files, self.limit = HostFiles(self.directory), RateLimit(settings.max_bytes_per_s)
         self.hosts, self.protection = Hosts([Host(0, "")]), Protection("none", {}, ())
@@ -75,7 +81,11 @@ class FastTier:
         domain = self.settings.failure_domain or machine
 
         def make() -> bytes:
-            self.files.make_directory(self.directory, parents=True, sync=False)
+            try:
+                self.files.make_directory(self.directory, parents=True, sync=False)
+            except StorageError as error:
+                what = "create the directory of the fast tier"
+                raise storage_error(error.errno or errno.EIO, what, self.directory) from error
             return b""
 
         size = TOKEN_BYTES + MARK_BYTES

@@ -363,6 +363,30 @@ def test_wrong_settings_are_refused(tmp_path: Path, wrong: Any) -> None:
         jct.CheckpointCallback(tmp_path, fast_tier=wrong)
 
 
+@pytest.mark.parametrize("directory", ["", "s3://bucket/fast", "file:///tmp/fast", 7])
+def test_fast_tier_that_is_no_directory_of_the_host_is_refused(tmp_path: Path, directory: Any) -> None:
+    with pytest.raises(jct.SettingsError, match="expected a directory of this host"):
+        jct.CheckpointCallback(tmp_path, fast_tier={"directory": directory})
+
+
+@pytest.mark.parametrize("place", ["slow", "slow/fast"])
+def test_fast_tier_in_the_run_directory_is_refused(tmp_path: Path, place: str) -> None:
+    with pytest.raises(jct.SettingsError, match="outside"):
+        jct.CheckpointCallback(tmp_path / "slow", fast_tier=tmp_path / place)
+    with jct.CheckpointCallback(tmp_path / "slow", fast_tier=tmp_path / "slower"):
+        pass
+
+
+def test_failed_start_names_the_fast_tier_and_releases_the_run(tmp_path: Path) -> None:
+    (tmp_path / "fast").write_text("")
+    with pytest.raises(jct.StorageError, match="fast tier") as raised:  # this keeps the callback alive
+        train(tmp_path, 5)
+    assert raised.tb is not None
+    assert json_of("doctor", tmp_path / "slow", "--size-mib", 0)["owner"] is None
+    (tmp_path / "fast").unlink()
+    assert train(tmp_path, 5)[1] == 5.0
+
+
 def run_on(tmp_path: Path, backend: LocalBackend, **tier: Any) -> jct.StepManager:
     settings = jct.FastTierSettings(directory=tmp_path / "fast", **tier)
     policy = jct.FixedIntervalPolicy(10)
