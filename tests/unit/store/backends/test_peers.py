@@ -157,6 +157,8 @@ def test_server_logs_that_its_disk_fails(
     monkeypatch.setattr(socket.socket, "sendfile", functools.partial(_refuse, errno.EIO))
     with served(tmp_path) as peer, pytest.raises(StorageError):
         peer.read_into("data", 0, np.empty(4, np.uint8), is_unchecked=True)
+    for thread in [each for each in threading.enumerate() if each.name.startswith("jaxckpt-peer-")]:
+        thread.join()
     assert "could not be read" in caplog.text
 
 
