@@ -115,11 +115,15 @@ def read_whole(files: Opener, directory: str, name: str, limit: int | None) -> n
 
     Raises CorruptCheckpointError: it is larger than `limit` bytes (None: no limit); StorageError.
     """
-    path = f"{directory}/{name}"
     with contextlib.closing(files.open(directory, name, direct=False)) as source:
-        if limit is not None and source.size > limit:
-            raise CorruptCheckpointError(f"{path}: {source.size} bytes, expected at most {limit}")
-        return _read_span(source, 0, source.size, path)
+        return read_opened(source, f"{directory}/{name}", limit)
+
+
+def read_opened(source: Source, path: str, limit: int | None) -> np.ndarray:
+    """All bytes of an open file. Raises as `read_whole`."""
+    if limit is not None and source.size > limit:
+        raise CorruptCheckpointError(f"{path}: {source.size} bytes, expected at most {limit}")
+    return _read_span(source, 0, source.size, path)
 
 
 def _read_span(source: Source, start: int, stop: int, path: str) -> np.ndarray:

@@ -6,20 +6,15 @@ that tend to stay as they are get segments of their own: a data file holds exact
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import box_shape
-from jaxckpt_train.store.files import has_digest
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     HEX_DIGITS,
@@ -32,7 +27,6 @@ from jaxckpt_train.store.segment import ArraySource, ChunkSource, dtype_name, fe
 from jaxckpt_train.store.threads import Workers
 from jaxckpt_train.store.timeouts import report_progress
 
-_log = logging.getLogger("jaxckpt_train")
 APART_BYTES = 256 << 20
 """The size of segments of unchanged arrays: one array that changes makes all of its segment be written."""
 MIN_APART_BYTES = 1 << 20
@@ -202,39 +196,11 @@ class Sources:
             report_progress()
         return frozenset(changed)
 
-    def is_intact(self, files: Opener, directory: str, candidate: Candidate) -> bool:
-        """Whether the file of a segment, in the checkpoint before, still has the bytes that were saved; reads it."""
-        segment, width = candidate.segment, self._width
-        blocks, damaged = [(0, segment.header_bytes, segment.header_digest)], list[int]()
-        for _, _, record in candidate.chunks:
-            for number, at in enumerate(range(0, record.length, BLOCK_BYTES)):
-                digest = record.digests[number * width : (number + 1) * width]
-                blocks.append((record.offset + at, min(BLOCK_BYTES, record.length - at), digest))
-        try:
-            source = files.open(directory, segment.file, direct=False)
-        except StorageError:
-            return False
-
-        def check(block: tuple[int, int, str]) -> None:
-            at, size, digest = block
-            if not damaged:
-                data = np.empty(size, np.uint8)
-                source.read_into(at, data, size)
-                if not has_digest(self._digest, data, digest):
-                    damaged.append(at)
-
-        problem = ""
-        with contextlib.closing(source):
-            try:
-                self._workers.run_all(check, blocks)
-            except (StorageError, CorruptCheckpointError) as error:
-                problem = str(error)
-        if damaged:
-            problem = f"the bytes at {damaged[0]} are not what was saved"
-        if problem:
-            _log.warning("%s/%s is written again: %s", directory, segment.file, problem)
-        report_progress()
-        return not problem
+    def records(self, candidate: Candidate) -> list[tuple[ArrayRecord, ChunkRecord]]:
+        """The records of the chunks of a segment before."""
+        before = self._known.before
+        assert before is not None
+        return [(before.arrays[self._arrays[each.array].name], each.record) for each in candidate.chunks]
 
     def take(self, candidate: Candidate) -> None:
         """Leave the chunks of this segment out of what is written."""

@@ -34,6 +34,9 @@ from jaxckpt_train.store.committed import Committed, index_files, open_committed
 from jaxckpt_train.store.files import open_recorded, read_intact
 from jaxckpt_train.store.index_files import SEED_BYTES, SEEDS
 from jaxckpt_train.store.manifest import (
+    BLOCK_BYTES,
+    FORMAT,
+    FORMAT_VERSION,
     HEX_DIGITS,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
@@ -47,6 +50,7 @@ from jaxckpt_train.store.manifest import (
 from jaxckpt_train.store.reuse import MIN_APART_BYTES
 from jaxckpt_train.store.segment import ALIGNMENT, DTYPES, Tensor, chunk_name, is_head_of, safetensors_form
 from jaxckpt_train.store.threads import shared_workers
+from jaxckpt_train.store.timeouts import report_progress
 from jaxckpt_train.store.transaction import Attempt
 
 Pace = Callable[[int], None]
@@ -253,6 +257,13 @@ def file_problems(
 ) -> Iterator[str]:
     """Yield the problems of one plain file; without `digests`, check only its size. Raises as `first_damage`."""
     return _FileCheck(files, committed, pace).file_problems(file, digests=digests)
+
+
+def segment_problem(files: Opener, directory: str, digest: str, segment: SegmentRecord, chunks: _Chunks) -> str | None:
+    """The first problem of a segment, with these chunks; None: it is intact. Raises as `first_damage`."""
+    manifest = Manifest(FORMAT, FORMAT_VERSION, digest, BLOCK_BYTES, (segment,), (), {})
+    check = _FileCheck(files, Committed(directory, manifest, ""), lambda _: report_progress())
+    return next(check.problems((segment, sorted(chunks, key=lambda each: each[1].offset))), None)
 
 
 class _FileCheck:

@@ -39,6 +39,7 @@ from jaxckpt_train.store.segment import (
     plan_segments,
 )
 from jaxckpt_train.store.threads import Latch, PerProcess, Workers, paused_collection, shared_workers
+from jaxckpt_train.store.verify import segment_problem
 
 _log = logging.getLogger("jaxckpt_train")
 WARN_S = 60.0
@@ -158,7 +159,7 @@ def _take_over(
     for candidate in sources.candidates():
         if not sources.is_same(candidate):
             continue
-        if taken_from is not None and not sources.is_intact(taken_from, before, candidate):
+        if taken_from is not None and not _is_intact(taken_from, before, sources, candidate, settings):
             continue
         name, segment = _file_name(start, following), candidate.segment
         following += 1
@@ -168,6 +169,17 @@ def _take_over(
             sources.take(candidate)
             taken.append(candidate._replace(segment=msgspec.structs.replace(segment, file=name)))
     return taken, following
+
+
+def _is_intact(files: Opener, before: str, sources: Sources, candidate: Candidate, settings: StoreSettings) -> bool:
+    """Whether a segment still has the bytes that were saved; all of it is read."""
+    try:
+        problem = segment_problem(files, before, settings.digest, candidate.segment, sources.records(candidate))
+    except StorageError as error:
+        problem = str(error)
+    if problem is not None:
+        _log.warning("%s/%s is written again: %s", before, candidate.segment.file, problem)
+    return problem is None
 
 
 def _workers(settings: StoreSettings) -> Workers:

@@ -21,6 +21,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backends.base import Source, is_damage, storage_error
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.backends.peers import Peer
+from jaxckpt_train.store.files import read_opened
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME, NOT_JSON
 from jaxckpt_train.tiers.parity import Kind, Reader, Stripes, rebuild, stream_reader
 
@@ -99,11 +100,7 @@ def decode_layout(data: bytes, path: str) -> Layout:
 
 def _read_layout(copy: Callable[[], Source], path: str) -> Layout:
     with contextlib.closing(copy()) as source:
-        if source.size > MAX_LAYOUT_BYTES:
-            raise CorruptCheckpointError(f"{path}: {source.size} bytes, expected at most {MAX_LAYOUT_BYTES}")
-        data = np.empty(source.size, np.uint8)
-        source.read_into(0, data, len(data))
-    return decode_layout(data.tobytes(), path)
+        return decode_layout(read_opened(source, path, MAX_LAYOUT_BYTES).tobytes(), path)
 
 
 def parity_name(which: Literal["p", "q"], process: int) -> str:
