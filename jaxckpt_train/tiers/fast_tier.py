@@ -256,7 +256,7 @@ class FastTier:
         found = list[HeldStep]()
         for entry in self.files.list(self.directory):
             path = f"{self.directory}/{entry.name}"
-            if entry.kind != "directory" or not entry.name.startswith("step-"):
+            if entry.kind != "directory" or not entry.name.startswith("step-") or not _is_text(entry.name):
                 continue
             is_intact = False
             try:
@@ -267,7 +267,8 @@ class FastTier:
                 is_alone = len(self.hosts.leaders()) == 1
                 what = "the step is ignored" if is_alone else "another host may have an intact manifest"
                 _log.warning("%s: %s; %s", path, error, what)
-            found.append(HeldStep(entry.name, is_intact, file_sizes(LocalBackend(), path, raises=True)))
+            sizes = file_sizes(LocalBackend(), path, raises=True)
+            found.append(HeldStep(entry.name, is_intact, {file: sizes[file] for file in sizes if _is_text(file)}))
             report_progress()
         return found
 
@@ -306,6 +307,11 @@ class FastTier:
             self._server.close()
         for peer in self._peers.values():
             peer.close()
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name is valid Unicode. Others can be left by a damaged disk, and no save writes them."""
+    return name == name.encode(errors="ignore").decode()
 
 
 class RateLimit:

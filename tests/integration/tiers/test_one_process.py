@@ -231,6 +231,20 @@ def test_owner_ends_an_interrupted_removal_at_once(tmp_path: Path) -> None:
         assert manager.restore()["x"][0] == 2
 
 
+def test_names_that_are_no_text_are_ignored(tmp_path: Path) -> None:
+    tier = jct.FastTierSettings(directory=tmp_path / "fast", keep=1)
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+        assert manager.save(1, {"x": np.full(10, 1)}, fast_only=True)
+    (step,) = (tmp_path / "fast").glob("run-*/step-*")
+    for folder in (os.fsencode(step), os.fsencode(step) + b"\xff"):
+        os.makedirs(folder + b"/\xfe")
+        Path(os.fsdecode(folder + b"/\xfe/\xfd")).touch()
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+        assert manager.restore()["x"][0] == 1
+        assert manager.save(2, {"x": np.full(10, 2)}, fast_only=True)
+    assert not step.exists()
+
+
 def test_damaged_step_takes_the_place_of_no_other(tmp_path: Path) -> None:
     tier = jct.FastTierSettings(directory=tmp_path / "fast", keep=2)
     with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
