@@ -27,7 +27,7 @@ from jaxckpt_train.errors import CheckpointError, SettingsError, StorageError
 from jaxckpt_train.settings import FastTierSettings
 from jaxckpt_train.store.backends.base import GONE, Opener, Source, is_damage, storage_error
 from jaxckpt_train.store.backends.local import LocalBackend
-from jaxckpt_train.store.backends.peers import FileServer, Peer, local_address
+from jaxckpt_train.store.backends.peers import FileServer, Peer, address_among, local_address
 from jaxckpt_train.store.committed import read_committed
 from jaxckpt_train.store.manifest import COMMIT_NAME
 from jaxckpt_train.store.process_identity import machine_id
@@ -86,17 +86,20 @@ class FastTier:
             except StorageError as error:
                 what = "create the directory of the fast tier"
                 raise storage_error(error.errno or errno.EIO, what, self.directory) from error
-            return b""
+            towards = coordinator_address or "127.0.0.1"
+            return b"" if job.processes == 1 else (self.settings.address or local_address(towards)).encode()
 
-        size = TOKEN_BYTES + MARK_BYTES
-        drawn = job.exchange("joining the fast tier", make, lambda values: secrets.token_bytes(size))
+        def draw(values: Sequence[bytes]) -> bytes:
+            return msgspec.msgpack.encode((secrets.token_bytes(TOKEN_BYTES), secrets.token_hex(MARK_BYTES), values))
+
+        drawn = job.exchange("joining the fast tier", make, draw)
         if job.processes == 1:
             self.hosts, self._has_joined = Hosts([Host(0, domain, machine, self.directory)]), True
             return
-        token, mark = drawn[:TOKEN_BYTES], drawn[TOKEN_BYTES:].hex()
+        token, mark, addresses = msgspec.msgpack.decode(drawn, type=tuple[bytes, str, list[bytes]])
 
         def serve() -> bytes:
-            host = self.settings.address or local_address(coordinator_address or "127.0.0.1")
+            host = address_among([each.decode() for each in addresses], job.process)
             self._server = FileServer(self.directory, token, host, self.settings.port)
             weakref.finalize(self, self._server.close).atexit = False
             address, redundancy = self._server.address, self.settings.redundancy

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import hashlib
 import hmac
+import ipaddress
 import logging
 import os
 import secrets
@@ -26,6 +27,7 @@ import struct
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -409,13 +411,35 @@ class PeerSource:
 
 def local_address(towards: str) -> str:
     """The address of this host on the interface through which another one is reached; no packet is sent."""
+    refused: OSError | None = None
+    for family in (socket.AF_INET6,) if ":" in towards else (socket.AF_INET, socket.AF_INET6):  # a name may have both
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((towards, 9))
+                found: str = probe.getsockname()[0]
+                return found
+        except OSError as error:
+            refused = refused or error
+    assert refused is not None
+    code = errno.EADDRNOTAVAIL if isinstance(refused, socket.gaierror) else refused.errno or errno.EIO
+    raise storage_error(code, "find the interface of the job", towards, str(refused)) from refused
+
+
+def address_among(addresses: Sequence[str], number: int) -> str:
+    """The address of this number, or another one of this host if only this host reaches it.
+
+    The name of a host may lead to 127.0.1.1 on the host itself.
+    """
+    found = addresses[number]
+    others = [each for each in addresses if not _is_loopback(each)]
+    return local_address(others[0]) if others and _is_loopback(found) else found
+
+
+def _is_loopback(address: str) -> bool:
     try:
-        with socket.socket(_family(towards), socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, 9))
-            found: str = probe.getsockname()[0]
-    except OSError as error:
-        raise storage_error(error.errno or errno.EIO, "find the interface of the job", towards, str(error)) from error
-    return found
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False  # a name
 
 
 def _memory(request: _Request) -> np.ndarray:
