@@ -141,7 +141,11 @@ class FastSteps:
                 foreign.append(name)
             elif not self.tier.files.is_complete(name):
                 is_known = self.tier.files.layout(name) is not None
-                why = "too many of its files are lost" if is_known else f"no host has an intact {LAYOUT_NAME}"
+                why = (
+                    "too many of its files are on no host of this job"
+                    if is_known
+                    else f"no host has an intact {LAYOUT_NAME}"
+                )
                 _log.warning("step %d of the fast tier is ignored: %s", entry.step, why)
                 unusable.append(name)
                 found.append(dataclasses.replace(entry, damaged=why))  # what it left behind is still left behind
@@ -158,6 +162,8 @@ class FastSteps:
         self._job_sync.on_all("removing what interrupted saves have left on the fast tier", self.tier.clean)
         self.look()
         self.tier.remove_interrupted()
+        if self._job_sync.is_primary:
+            self._warn_about_lost_step()
         if self._foreign and self._job_sync.is_primary:
             _log.warning(
                 "%s: has steps of another run in %s (%s): that was deleted, or is not mounted. They are removed once "
@@ -167,6 +173,26 @@ class FastSteps:
                 ", ".join(self._foreign),
             )
         self._is_clean = True
+
+    def _warn_about_lost_step(self) -> None:
+        """In the primary, before the first save: warn if the last step that was saved is gone from all hosts."""
+        last = self._run.past.last_fast
+        if last is None or last.name in {*self._foreign, *self._unusable, *(each.name for each in self._run.fast)}:
+            return
+        found = branch_last([*self._run.newest(), *self._run.fast_line()], self._run.left())
+        if found and found[-1].step >= (last.step or 0):
+            return
+        left = "no other step"
+        if found:
+            left = f"step {found[-1].step} {'of the fast tier' if found[-1].is_fast else f'in {self._run.directory}'}"
+        _log.warning(
+            "step %s, the last one that was saved to the fast tier, at %s, is on no host of this job: the newest that "
+            "is left is %s. Hosts were replaced, or %s was erased, or is not mounted",
+            last.step,
+            last.time.isoformat(" ", "seconds"),
+            left,
+            self.tier.directory,
+        )
 
     def refuse(self, step: int) -> None:
         """Refuse a step that the fast tier has, or that is below a later one, unless a roll-back left it behind."""

@@ -319,6 +319,7 @@ class RunStatistics:
     cost_s: float | None = None  # the measured cost of a save for the loop
     duration_s: float | None = None  # the longest of the last saves, from start to commit
     was_resumed: bool = False  # a loop has had its state
+    last_fast: RunEvent | None = None  # the last save, if it went to the fast tier
 
     @classmethod
     def of(cls, events: Sequence[RunEvent], last: int = 6) -> RunStatistics:
@@ -329,7 +330,8 @@ class RunStatistics:
         costs = [event.cost_s for event in saves if event.cost_s is not None]
         took = [max(0.0, event.save_s - event.decide_s - event.wait_s) for event in saves if event.save_s]
         was_resumed = any(event.event == "resumed" for event in events)
-        return cls(failures, costs[-1] if costs else None, max(took, default=None), was_resumed)
+        last_fast = next((event for event in saves[-1:] if event.tier == "fast"), None)
+        return cls(failures, costs[-1] if costs else None, max(took, default=None), was_resumed, last_fast)
 
 
 def print_goodput(found: Goodput, file: IO[str] | None = None, width: int | None = None) -> None:

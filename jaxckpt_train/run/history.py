@@ -87,6 +87,8 @@ class RunEvent(msgspec.Struct):
     resume_s: Seconds = 0.0
     process_age_s: Seconds | None = None
     cost_s: Seconds | None = None
+    name: str | None = None
+    tier: str | None = None
 
     def __post_init__(self) -> None:
         if not FIRST_YEAR <= self.time.year <= LAST_YEAR:

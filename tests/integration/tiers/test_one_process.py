@@ -160,13 +160,16 @@ def test_run_without_a_slow_step_continues(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", [LAYOUT_NAME, "*.safetensors", MANIFEST_NAME])
-def test_run_that_has_lost_all_its_steps_starts_from_scratch(tmp_path: Path, pattern: str) -> None:
+def test_run_that_has_lost_all_its_steps_starts_from_scratch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, pattern: str
+) -> None:
     with pytest.raises(RuntimeError, match="as planned"):
         train(tmp_path, 30, fail_at=7)
     for file in [*(tmp_path / "fast").rglob(pattern)]:
         file.unlink()
     with pytest.raises(RuntimeError, match="as planned"):
         train(tmp_path, 30, fail_at=5)
+    assert warned_of_lost_step(caplog) == []  # other warnings say more
     assert train(tmp_path, 30)[0] == 4
 
 
@@ -185,11 +188,46 @@ def test_damaged_record_of_a_run_without_a_slow_step_is_refused(tmp_path: Path) 
     assert train(tmp_path, 30)[0] == 6
 
 
-def test_lost_disk_falls_back(tmp_path: Path) -> None:
+def warned_of_lost_step(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    """Return the step of each warning about a step that is on no host, and what it says is left."""
+    found = [record.args for record in caplog.records if "is on no host" in record.msg]
+    caplog.clear()
+    return [(args[0], args[2]) for args in found if isinstance(args, tuple)]
+
+
+@pytest.mark.parametrize(("fail_at", "left", "start"), [(17, "step 10 in ", 10), (7, "no other step", 0)])
+def test_lost_disk_falls_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fail_at: int, left: str, start: int
+) -> None:
     with pytest.raises(RuntimeError, match="as planned"):
-        train(tmp_path, 30, fail_at=17)
+        train(tmp_path, 30, fail_at=fail_at)
     shutil.rmtree(tmp_path / "fast")
-    assert train(tmp_path, 30)[:2] == (10, 30.0)
+    assert train(tmp_path, 30)[:2] == (start, 30.0)
+    ((step, found),) = warned_of_lost_step(caplog)
+    assert step == fail_at - 1
+    assert found.startswith(left)
+    assert train(tmp_path, 40)[:2] == (30, 40.0)
+    assert warned_of_lost_step(caplog) == []
+
+
+def test_roll_back_and_retention_do_not_count_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, 25)
+    with run_on(tmp_path, LocalBackend(), interval_steps=1) as manager:
+        manager.restore(step=10, roll_back=True)
+        assert manager.save(12, {"x": np.full(10, 12)}, fast_only=True)
+    with run_on(tmp_path, LocalBackend()) as manager:
+        manager.own()
+    assert warned_of_lost_step(caplog) == []
+    shutil.rmtree(tmp_path / "fast")
+    with run_on(tmp_path, LocalBackend()) as manager:
+        manager.own()
+    assert [step for step, _ in warned_of_lost_step(caplog)] == [12]
+    with jct.StepManager(tmp_path / "slow") as manager:  # a save without a fast tier is the last one then
+        manager.restore(step=10, roll_back=True)
+        assert manager.save(11, {"x": np.full(10, 11)})
+    with run_on(tmp_path, LocalBackend()) as manager:
+        manager.own()
+    assert warned_of_lost_step(caplog) == []
 
 
 def test_damaged_fast_step_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
