@@ -21,7 +21,13 @@ import msgspec
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.distributed.jax_service import coordinator_host
-from jaxckpt_train.errors import CheckpointError, CheckpointExistsError, CheckpointTimeoutError, suppress_secondary
+from jaxckpt_train.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointTimeoutError,
+    CorruptCheckpointError,
+    suppress_secondary,
+)
 from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, ProgressTracker, start_save
 from jaxckpt_train.policies.context import SavePolicy
 from jaxckpt_train.policies.save import AnySavePolicy, FixedIntervalPolicy, OverheadBudgetPolicy
@@ -385,6 +391,9 @@ class _Drain:
                 with suppress_secondary(error, self._run.directory):
                     self._transaction.abort_after(error)
             _log.warning("step %d of the fast tier was not drained: %s: %s", step, type(error).__name__, error)
+            if isinstance(error, CorruptCheckpointError):
+                for entry in (each for each in self._run.whole_fast() if each.name == name):
+                    self._run.saw_damage(entry)
             if not self._fast.abandoned.is_set():
                 raise
             return None

@@ -117,6 +117,28 @@ def test_copies_share_nothing_with_a_run_that_has_damage(tmp_path: Path) -> None
     assert all(file.stat().st_nlink == 1 for file in newest.rglob("*.safetensors"))
 
 
+def test_damage_that_a_copy_finds_is_not_taken_over(tmp_path: Path) -> None:
+    tier = jct.FastTierSettings(directory=tmp_path / "fast", interval_steps=1)
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier, frozen="base") as manager:
+        assert manager.save(1, {"state": frozen_state(1)}, fast_only=True)
+        manager.wait()
+        (file,) = [each for each in (tmp_path / "fast").rglob("*.safetensors") if each.stat().st_size >= 4 << 20]
+        with file.open("r+b") as opened:
+            opened.seek(-1, os.SEEK_END)
+            opened.write(b"?")
+        assert manager.save(2, {"state": frozen_state(2)})
+        with pytest.raises(jct.CorruptCheckpointError):
+            manager.wait()
+        for step in (3, 4):
+            assert manager.save(step, {"state": frozen_state(step)})
+            manager.wait()
+    assert steps_in(tmp_path / "slow") == [3, 4]
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+        found = manager.restore({"state": frozen_state(0)})["state"]
+        assert manager.restored_step == 4
+    assert all(np.array_equal(found[name], value) for name, value in frozen_state(4).items())
+
+
 def test_copies_are_equal_and_whole(tmp_path: Path) -> None:
     train(tmp_path, 25)
     for step in (10, 20, 25):
