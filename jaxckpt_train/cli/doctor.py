@@ -16,6 +16,7 @@ import typer
 from jaxckpt_train._validation import is_url
 from jaxckpt_train.cli.output import (
     BACKEND,
+    FAST_TIER_HINT,
     Code,
     FastTier,
     Json,
@@ -28,7 +29,7 @@ from jaxckpt_train.cli.output import (
 )
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
 from jaxckpt_train.inspection.disk_speed import try_disk, try_operations
-from jaxckpt_train.inspection.fast_tier import host_steps
+from jaxckpt_train.inspection.fast_tier import has_fast_tier, host_steps
 from jaxckpt_train.inspection.health import RunHealth, health_of
 from jaxckpt_train.inspection.object_trials import backend_for_trials, try_objects
 from jaxckpt_train.inspection.runs import is_run
@@ -89,6 +90,8 @@ def doctor(
         _print_url(found)
     else:
         _print(found)
+    if fast_tier is None and not as_json and found["run"] is not None and has_fast_tier(BACKEND, directory):
+        print_text(FAST_TIER_HINT)
     if found["warnings"]:
         raise typer.Exit(int(Code.WRONG))
 

@@ -12,6 +12,7 @@ import typer
 
 from jaxckpt_train.cli.output import (
     BACKEND,
+    FAST_TIER_HINT,
     Checkpoint,
     Code,
     FastTier,
@@ -42,7 +43,7 @@ from jaxckpt_train.inspection.diff import (
     pieces_of,
     read_file,
 )
-from jaxckpt_train.inspection.fast_tier import with_fast_steps
+from jaxckpt_train.inspection.fast_tier import has_fast_tier, with_fast_steps
 from jaxckpt_train.inspection.runs import StepStatus, inspect_run, metadata_of, nbytes_of, open_at, part_bytes
 from jaxckpt_train.inspection.stats import Histogram, LeafStats, has_complex
 from jaxckpt_train.inspection.units import age_text, bytes_text, counted, number_text
@@ -384,18 +385,31 @@ def ls(run: Run, fast_tier: FastTier = None, as_json: Json = False) -> None:
 
     With --fast-tier, a column says on which tier each step is, as far as this host has it.
 
-    Exits with 1 if a step of the current branch cannot be restored, and with 3 if there is no step.
+    Exits with 1 if a step of the current branch cannot be restored, and with 3 if there is no step, or no directory of
+    the fast tier.
     """
-    directory = absolute(run)
+    directory, missing = absolute(run), None
     steps = inspect_run(BACKEND, directory) if not is_file(BACKEND, directory) else []
     if fast_tier is not None:
-        steps = with_fast_steps(BACKEND, directory, absolute(fast_tier), steps)
+        try:
+            steps = with_fast_steps(BACKEND, directory, absolute(fast_tier), steps)
+        except NotACheckpointError as error:
+            if not steps:
+                raise
+            missing = error
+    hint = FAST_TIER_HINT if fast_tier is None and has_fast_tier(BACKEND, directory) else ""
     if not steps:
-        raise NotACheckpointError(f"{directory}: expected a run, found {_other_content(directory)}")
+        found = f"no steps in it; {hint}" if hint else _other_content(directory)
+        raise NotACheckpointError(f"{directory}: expected a run, found {found}")
     if as_json:
         print_json({"run": directory, "steps": [_step_json(each) for each in steps]})
     else:
         _print_steps(steps, with_tier=fast_tier is not None)
+        if hint:
+            print_error(hint)
+    if missing is not None:
+        print_error(str(missing))
+        raise typer.Exit(int(Code.NOTHING))
     if any(each.problem is not None for each in steps if each.is_current or each.entry is None):
         raise typer.Exit(int(Code.WRONG))
 

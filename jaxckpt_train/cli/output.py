@@ -76,6 +76,7 @@ FastTier = Annotated[
     str | None,
     option("The directory of the fast tier on this host, as in the settings of the run.", "--fast-tier", metavar="DIR"),
 ]
+FAST_TIER_HINT = "the run has a fast tier: --fast-tier DIR shows its steps on this host"
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Step = Annotated[float | None, step_option("The step of a run, also of a run of Orbax or Flax.", "--step", "-s")]
 

@@ -10,9 +10,15 @@ from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageEr
 from jaxckpt_train.inspection.runs import StepStatus
 from jaxckpt_train.run.catalog import scan, scan_with_record
 from jaxckpt_train.run.entry import Entry, left_behind, owning_run
+from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.store.backends.base import GONE, Backend
 from jaxckpt_train.store.committed import open_committed
 from jaxckpt_train.store.files import file_exists
+
+
+def has_fast_tier(backend: Backend, run: str) -> bool:
+    """Whether a run has, or had, a fast tier: only then its record has its id."""
+    return bool(FoundRecord(backend, run).record.run)
 
 
 def host_steps(backend: Backend, run: str, directory: str) -> list[tuple[str, Entry]]:

@@ -11,7 +11,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.report.page import page_of
 from jaxckpt_train.store.backends import local
-from tests.support.commands import json_of, printed
+from tests.support.commands import json_of, printed, run
 from tests.support.report_runs import gathered_of
 
 
@@ -83,9 +83,27 @@ def test_ls_marks_what_a_roll_back_left_behind(tmp_path: Path) -> None:
     assert sorted((each["step"], each["current"]) for each in found) == [(1, True), (2, False), (3, False), (3, True)]
 
 
-def test_missing_fast_tier_is_an_error(failed: Path, tmp_path: Path) -> None:
+def test_ls_lists_the_run_directory_although_the_fast_tier_is_missing(failed: Path, tmp_path: Path) -> None:
+    done = run("ls", failed / "slow", "--fast-tier", tmp_path / "none")
+    assert (done.exit_code, str(tmp_path / "none") in done.stderr) == (3, True)
     found = json_of("ls", failed / "slow", "--fast-tier", tmp_path / "none", code=3)
-    assert found["error"] == "NotACheckpointError"
+    assert [(each["step"], each["tier"]) for each in found["steps"]] == [(10, "slow"), (16, "slow")]
+
+
+def test_commands_name_the_option_for_the_fast_tier(failed: Path, tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path / "other") as manager:
+        manager.save(1, {"x": np.zeros(9)}, force=True)
+    tier = jct.FastTierSettings(directory=tmp_path / "fast")
+    with jct.StepManager(tmp_path / "new", fast_tier=tier) as manager:
+        manager.save(1, {"x": np.zeros(9)}, fast_only=True)
+    for folder, arguments, has_hint in (
+        (failed / "slow", [], True),
+        (failed / "slow", ["--fast-tier", failed / "fast"], False),
+        (tmp_path / "other", [], False),
+        (tmp_path / "new", [], True),
+    ):
+        assert ("--fast-tier" in run("ls", folder, *arguments).stderr) == has_hint
+        assert ("--fast-tier" in run("doctor", folder, "--size-mib", 0, *arguments).stdout) == has_hint
 
 
 def test_doctor_examines_the_fast_tier(failed: Path) -> None:
