@@ -96,9 +96,13 @@ class HostSave(CheckpointSave):
             self._directory, self._final = (
                 f"{root}/{os.path.basename(each)}" for each in (self._directory, self._final)
             )
+        return begun
+
+    def _write(self) -> bytes:
+        if self._attempt is None:  # only here is an error raised in all processes
             self._attempt = HostAttempt(self._backend, self._final, self._given, self._directory)
             self._attempt.add_folders(part.name for part in self.parts)
-        return begun
+        return super()._write()
 
     def _make_committed(self, target: SaveTarget, begun: BegunSave) -> Committed:
         sent = self._write_everywhere(begun, functools.partial(self._list_files, target))

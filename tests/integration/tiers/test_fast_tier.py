@@ -373,6 +373,12 @@ def test_host_that_cannot_clean_fails_all_at_once(job_of: JobOf, tmp_path: Path,
     assert time.monotonic() - start < fast.BARRIER_TIMEOUT_S
 
 
+@pytest.mark.parametrize("host", [0, 1])
+def test_host_that_refuses_a_save_names_the_reason_to_all(job_of: JobOf, tmp_path: Path, host: int) -> None:
+    outcomes = job_of(2, 1).outcomes(fast.saves_with_a_refusal, *places(tmp_path), host)
+    assert all("StorageError" in each["error"] and "Read-only" in each["error"] for each in outcomes), outcomes
+
+
 def test_no_file_name_has_the_token(job_of: JobOf, tmp_path: Path) -> None:
     assert job_of(2, 1).call(fast.marks_with_token, *places(tmp_path)) == [[1, 0]] * 2
 

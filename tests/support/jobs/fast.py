@@ -475,6 +475,26 @@ def owns_with_a_refusal(slow: str, fast: str, process: int) -> None:
         manager.own()
 
 
+def saves_with_a_refusal(slow: str, fast: str, process: int) -> None:
+    """Save a step; the disk of a process is read-only by then."""
+    manager = manager_of(slow, fast, None, {})
+    assert manager._fast is not None
+    files = manager._fast.tier.files
+    manager.own()
+    if jax.process_index() == process:
+        make = files.make_directory
+
+        def refuse(path: str, *, parents: bool, sync: bool) -> None:
+            if "/.step-" in path:
+                raise jct.StorageError(errno.EROFS, "Read-only file system", path)
+            make(path, parents=parents, sync=sync)
+
+        files.make_directory = refuse  # type: ignore[method-assign]
+    with manager:
+        manager.save(1, {"state": state_of(1)})
+        manager.wait()
+
+
 def marks_with_token(slow: str, fast: str) -> list[int]:
     """Join a fast tier; return how many names of files others may see meanwhile, and how many contain the token."""
     with manager_of(slow, fast, None, {}) as manager:
