@@ -175,7 +175,7 @@ def test_host_with_damaged_metadata_still_gives_its_files(job_of: JobOf, tmp_pat
     job, tier = job_of(HOSTS, 1), tmp_path / "fast"
     saved(job, tmp_path, [10, 11], "partner")
     for damaged, gone in itertools.permutations(range(HOSTS), 2):
-        (file,) = tier.glob(f"host{damaged}/run-*/step-*0011*/{name}")
+        (file,) = tier.glob(f"host{damaged}/run-*/step-*0011.*/{name}")
         whole = file.read_bytes()
         file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         with lost(tier, [f"host{gone}"]):
@@ -186,7 +186,7 @@ def test_host_with_damaged_metadata_still_gives_its_files(job_of: JobOf, tmp_pat
 def test_owner_uses_the_files_of_a_host_that_lost_only_its_commit(job_of: JobOf, tmp_path: Path) -> None:
     job, tier = job_of(HOSTS, 1), tmp_path / "fast"
     saved(job, tmp_path, [10, 11], "partner")
-    (commit,) = tier.glob(f"host2/run-*/step-*0011*/{COMMIT_NAME}")
+    (commit,) = tier.glob(f"host2/run-*/step-*0011.*/{COMMIT_NAME}")
     commit.unlink()
     shutil.rmtree(tier / "host1")
     answers = job.call(fast.owns, *places(tmp_path), [12, 13], {"keep": 2})
@@ -322,7 +322,7 @@ def test_objects_that_write_their_own_files(job_of: JobOf, tmp_path: Path, hosts
 def test_objects_read_only_intact_files(job_of: JobOf, tmp_path: Path, redundancy: str) -> None:
     job, options = job_of(HOSTS, 1), {"redundancy": redundancy}
     job.call(fast.saves_own_files, *places(tmp_path), None, [10, 11], options)
-    (file,) = (tmp_path / "fast" / "host0").rglob("step-*0011*/own/folder/data.bin")
+    (file,) = (tmp_path / "fast" / "host0").rglob("step-*0011.*/own/folder/data.bin")
     whole = file.read_bytes()
     for damaged in (whole, b"?" + whole[1:], whole[:10], None):
         if damaged is None:

@@ -269,7 +269,7 @@ def test_step_with_damaged_metadata_is_removed_after_the_next_save(tmp_path: Pat
     with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
         for step in (1, 2):
             assert manager.save(step, {"x": np.full(10, step)}, fast_only=True)
-    (file,) = (tmp_path / "fast").glob(f"run-*/step-*0002*/{name}")
+    (file,) = (tmp_path / "fast").glob(f"run-*/step-*0002.*/{name}")
     file.write_bytes(file.read_bytes()[:-2])
     with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
         assert manager.restore()["x"][0] == 1
@@ -283,7 +283,7 @@ def test_owner_ends_an_interrupted_removal_at_once(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
         for step in (1, 2):
             assert manager.save(step, {"x": np.full(10, step)}, fast_only=True)
-    (commit,) = (tmp_path / "fast").glob(f"run-*/step-*0001*/{COMMIT_NAME}")
+    (commit,) = (tmp_path / "fast").glob(f"run-*/step-*0001.*/{COMMIT_NAME}")
     commit.unlink()
     with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
         manager.own()
@@ -310,7 +310,7 @@ def test_damaged_step_takes_the_place_of_no_other(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
         for step in (1, 2, 3):
             assert manager.save(step, {"x": np.full(10, step)}, fast_only=True)
-    for file in (tmp_path / "fast").glob("run-*/step-*0003*/**/*.safetensors"):
+    for file in (tmp_path / "fast").glob("run-*/step-*0003.*/**/*.safetensors"):
         file.write_bytes(bytes(file.stat().st_size))
     with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
         manager.own()
