@@ -188,12 +188,13 @@ class FastSteps:
         found = branch_last([*self._run.newest(), *self._run.fast_line()], self._run.left())
         if found and found[-1].step >= (last.step or 0):
             return
-        left = "no other step"
+        left = "no other step is left"
         if found:
-            left = f"step {found[-1].step} {'of the fast tier' if found[-1].is_fast else f'in {self._run.directory}'}"
+            place = "of the fast tier" if found[-1].is_fast else f"in {self._run.directory}"
+            left = f"the newest that is left is step {found[-1].step} {place}"
         _log.warning(
-            "step %s, the last one that was saved to the fast tier, at %s, is on no host of this job: the newest that "
-            "is left is %s. Hosts were replaced, or %s was erased, or is not mounted",
+            "step %s, the last one that was saved to the fast tier, at %s, is on no host of this job; %s. Hosts were "
+            "replaced, or %s was erased, or is not mounted",
             last.step,
             last.time.isoformat(" ", "seconds"),
             left,

@@ -217,7 +217,9 @@ def warned_of_lost_step(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str
     return [(args[0], args[2]) for args in found if isinstance(args, tuple)]
 
 
-@pytest.mark.parametrize(("fail_at", "left", "start"), [(17, "step 10 in ", 10), (7, "no other step", 0)])
+@pytest.mark.parametrize(
+    ("fail_at", "left", "start"), [(17, "the newest that is left is step 10 in ", 10), (7, "no other step", 0)]
+)
 def test_lost_disk_falls_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fail_at: int, left: str, start: int
 ) -> None:
