@@ -157,13 +157,13 @@ def fraction(subject: str, value: Any) -> float:
     return float(value)
 
 
-def local_directory(subject: str, value: Any) -> str:
-    """Return the absolute path of a directory of the file system."""
+def local_directory(subject: str, value: Any, base: str = "") -> str:
+    """Return the absolute path of a directory of the file system; a relative one starts as for `absolute_path`."""
     is_text = isinstance(value, str | os.PathLike)
     url = _URL.match(str(value)) if is_text else None
     if url or not is_text or not str(value):
         refuse(subject, "a directory of this host, not a URL", _bare(*url.groups()) if url else value)
-    return absolute_path(subject, value)
+    return absolute_path(subject, value, base)
 
 
 def named(subject: str, value: Any) -> Mapping[str, Any]:

@@ -201,7 +201,7 @@ class CallbackOptions:
     best_link: bool = False
     keep_policy: PreservationPolicy | Node | None = None
     frozen: Annotated[str | Sequence[str], leaf_patterns] | None = None
-    fast_tier: Annotated[FastTierSettings, check_fast_tier] | None = None
+    fast_tier: Annotated[FastTierSettings, _check_fast_tier] | None = None
     save_on_exit: bool = True
     save_on_error: bool = False
     save_initial: bool = False
@@ -463,6 +463,11 @@ def _instantiate_with_hydra(subject: str, target: str, arguments: Mapping[str, A
         return hydra.utils.instantiate({"_target_": target, **arguments})
     except hydra.errors.InstantiationException as error:
         raise SettingsError(f"{subject}: cannot build {target}: {error}") from error
+
+
+def _check_fast_tier(subject: str, value: Any) -> FastTierSettings | None:
+    """As `check_fast_tier`; a relative directory starts as for `resolve_directory`."""
+    return check_fast_tier(subject, value, _hydra_value("runtime", "cwd") or "")
 
 
 def resolve_directory(directory: str | os.PathLike[str]) -> str:

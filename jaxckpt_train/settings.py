@@ -147,8 +147,11 @@ class FastTierSettings:
         check_fields("FastTierSettings", self)
 
 
-def check_fast_tier(subject: str, value: Any) -> FastTierSettings | None:
-    """Check for a FastTierSettings, a mapping with its fields, or a directory. None: its directory is None."""
+def check_fast_tier(subject: str, value: Any, base: str = "") -> FastTierSettings | None:
+    """Check for a FastTierSettings, a mapping with its fields, or a directory. None: its directory is None.
+
+    A relative directory starts at `base` or at the working directory.
+    """
     if isinstance(value, FastTierSettings):
         return value
     if isinstance(value, str | os.PathLike):
@@ -161,8 +164,9 @@ def check_fast_tier(subject: str, value: Any) -> FastTierSettings | None:
         return None
     if "directory" not in given:
         refuse(subject, "the key directory, with a directory of each host", ", ".join(given) or "nothing")
+    directory = local_directory(f"{subject}.directory", given["directory"], base)
     try:
-        return FastTierSettings(**given)
+        return FastTierSettings(**{**given, "directory": directory})
     except SettingsError as error:
         raise SettingsError(str(error).replace("FastTierSettings.", f"{subject}.", 1)) from None
 

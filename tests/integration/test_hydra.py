@@ -192,7 +192,9 @@ def test_a_mistake_is_refused_by_name(app: App, override: str, message: str) -> 
 
 @pytest.mark.parametrize("chdir", ["true", "false"])
 def test_relative_directory_starts_where_command_was_given(app: App, chdir: str) -> None:
-    first, second = (app.arguments(f"hydra.job.chdir={chdir}", "hydra.run.dir=out/${now:%f}") for _ in range(2))
+    where = (f"hydra.job.chdir={chdir}", "hydra.run.dir=out/${now:%f}", "checkpoint.fast_tier.directory=ssd")
+    first, second = (app.arguments(*where) for _ in range(2))
+    assert first["fast_tier"]["directory"] == second["fast_tier"]["directory"] == str(app.cwd / "ssd")
     assert first["resolved"] == second["resolved"] == str(app.cwd / "checkpoints" / "train")
     if chdir == "true":
         assert first["cwd"] != second["cwd"]
