@@ -139,8 +139,8 @@ class CallbackOptions:
             to files of their own, and later ones take these over. Leaves that happen not to change are found without
             it, a save or two later. None: no such leaves.
         fast_tier: save more often to a directory of each host, from where the steps that are due by the options above
-            are copied to `directory`: a FastTierSettings, in YAML a node with its fields, or only its directory. None:
-            save to `directory` alone.
+            are copied to `directory`: a FastTierSettings, a mapping with its fields, or only its directory. None, or
+            fields with a directory of None: save to `directory` alone.
         save_on_exit: save the last step when the loop ends.
         save_on_error: save the last completed update when the loop ends with an exception or Ctrl-C. The exception is
             raised as usual. Has no effect in a multi-process job. The callback then records the position in the data at
