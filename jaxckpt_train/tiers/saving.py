@@ -76,6 +76,7 @@ class HostSave(CheckpointSave):
         self._given = settings
         self._tier, self.host_bytes, self._began_to_protect = tier, 0, 0.0
         self._attempt: HostAttempt | None = None
+        self._own_files = list[str]()
         self._is_leader = tier.hosts.leader(job.process) == job.process
 
     def _sees_all_files(self) -> bool:
@@ -167,7 +168,8 @@ class HostSave(CheckpointSave):
         members = tier.protection.set_of(process)
         if members is not None:
             self._write_parity(attempt, layout, members, name)
-        attempt.track_files(path for path, _ in layout.files[process])
+        self._own_files = [path for path, _ in layout.files[process]]
+        attempt.track_files(self._own_files)
         attempt.sync()
         attempt.check_before_publishing()
         return b""
@@ -226,6 +228,8 @@ class HostSave(CheckpointSave):
 
     def _publish(self) -> bytes:
         """In the first process of each host: make the step exist, and say what it takes there."""
+        for path in self._own_files:  # all other hosts have read them
+            self._tier.files.forget(f"{self._directory}/{path}")
         if not self._is_leader:
             return b"0"
         assert self._attempt is not None

@@ -165,6 +165,16 @@ class LocalBackend:
             finally:
                 close_read(descriptor)
 
+    def forget(self, path: str) -> None:
+        """Free the page cache of a file that is synced and will not be read soon, as far as the system can."""
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                descriptor = open_to_sync(path)
+                try:
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    close_read(descriptor)
+
     def rename(self, source: str, target: str) -> None:
         with _storage_errors(f"rename to {target}", source):
             rename_to_new(source, target)

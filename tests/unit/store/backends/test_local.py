@@ -157,6 +157,27 @@ def test_pieces_that_direct_io_refuses(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == data[:24000].tobytes()
 
 
+def test_forgotten_file_leaves_the_page_cache(tmp_path: Path) -> None:
+    backend, path = LocalBackend(), tmp_path / "a"
+    path.write_bytes(bytes(1 << 20))
+    backend.sync(str(path))
+    if not is_cached(path):
+        pytest.skip("the file system of the tests does not say what is in memory")
+    backend.forget(str(path))
+    if takes_direct(tmp_path):
+        assert not is_cached(path)
+    assert path.read_bytes() == bytes(1 << 20)
+    backend.forget(str(tmp_path / "missing"))
+
+
+def is_cached(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(4096)], 1 << 19, getattr(os, "RWF_NOWAIT", 0)) == 4096
+        except OSError:
+            return False
+
+
 def test_unaligned_reads(tmp_path: Path) -> None:
     data = np.random.default_rng(0).integers(0, 256, 10_001, np.uint8)
     (tmp_path / "a").write_bytes(data.tobytes())
