@@ -22,6 +22,7 @@ from jaxckpt_train.cli.output import (
     Json,
     absolute,
     argument,
+    host_directory,
     option,
     print_json,
     print_text,
@@ -77,7 +78,7 @@ def doctor(
     found = _examine_url(directory, nbytes) if is_url(directory) else _examine(directory, nbytes, as_json)
     if fast_tier is not None:
         newest_bytes = 0 if found["run"] is None else found["run"]["newest_bytes"] or 0
-        found["fast_tier"], warnings = _examine_fast_tier(directory, absolute(fast_tier), newest_bytes, hosts)
+        found["fast_tier"], warnings = _examine_fast_tier(directory, host_directory(fast_tier), newest_bytes, hosts)
         found["warnings"] += warnings
         newest, risk = found["fast_tier"]["newest_step"], found["at_risk"]
         if newest is not None and risk is not None and newest > (risk["since"] or 0):

@@ -22,6 +22,7 @@ from jaxckpt_train.cli.output import (
     absolute,
     argument,
     code_of,
+    host_directory,
     option,
     print_columns,
     print_error,
@@ -392,7 +393,7 @@ def ls(run: Run, fast_tier: FastTier = None, as_json: Json = False) -> None:
     steps = inspect_run(BACKEND, directory) if not is_file(BACKEND, directory) else []
     if fast_tier is not None:
         try:
-            steps = with_fast_steps(BACKEND, directory, absolute(fast_tier), steps)
+            steps = with_fast_steps(BACKEND, directory, host_directory(fast_tier), steps)
         except NotACheckpointError as error:
             if not steps:
                 raise

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TextIO
 import msgspec
 import typer
 
-from jaxckpt_train._validation import absolute_path, shown
+from jaxckpt_train._validation import absolute_path, local_directory, shown
 from jaxckpt_train.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -84,6 +84,11 @@ Step = Annotated[float | None, step_option("The step of a run, also of a run of 
 def absolute(path: str) -> str:
     """Return the absolute form of a path."""
     return absolute_path("path", path)
+
+
+def host_directory(path: str) -> str:
+    """Return the absolute form of the directory of a fast tier."""
+    return local_directory("--fast-tier", path)
 
 
 class Code(enum.IntEnum):

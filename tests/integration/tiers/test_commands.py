@@ -90,6 +90,14 @@ def test_ls_lists_the_run_directory_although_the_fast_tier_is_missing(failed: Pa
     assert [(each["step"], each["tier"]) for each in found["steps"]] == [(10, "slow"), (16, "slow")]
 
 
+@pytest.mark.parametrize("command", ["ls", "doctor"])
+@pytest.mark.parametrize("directory", ["s3://bucket/fast", ""])
+def test_fast_tier_of_a_command_is_a_directory_of_the_host(failed: Path, command: str, directory: str) -> None:
+    size = ["--size-mib", 0] if command == "doctor" else []
+    found = json_of(command, failed / "slow", "--fast-tier", directory, *size, code=2)
+    assert found["error"] == "SettingsError"
+
+
 def test_commands_name_the_option_for_the_fast_tier(failed: Path, tmp_path: Path) -> None:
     with jct.StepManager(tmp_path / "other") as manager:
         manager.save(1, {"x": np.zeros(9)}, force=True)
