@@ -517,6 +517,8 @@ class StepManager:
         with polling(progress):
             results, self.restored_step = restore.restore(step, warns=not roll_back)
         if self._fast is not None:
+            if restore.backend is not self._run.backend:
+                _log.info("step %d was restored from the fast tier", self.restored_step)
             self._save_scheduler.renews_copies = self._fast.tier.protection.survives() > 0
         self._unchanged.restored(restore.backend, restore.committed, self._job_sync.job.process, self.settings)
         return results

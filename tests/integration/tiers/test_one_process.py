@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import errno
 import json
+import logging
 import os
 import shutil
 import signal
@@ -147,13 +148,15 @@ def test_copies_are_equal_and_whole(tmp_path: Path) -> None:
         assert np.array_equal(jct.load(path)["w"], np.full(1000, float(step)))
 
 
-def test_failed_loop_continues_from_the_fast_step(tmp_path: Path) -> None:
+def test_failed_loop_continues_from_the_fast_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jaxckpt_train")
     whole = tmp_path / "whole"
     expected = train(whole, 30)
     with pytest.raises(RuntimeError, match="as planned"):
         train(tmp_path, 30, fail_at=17)
     assert steps_in(tmp_path / "slow") == [10]
     found = train(tmp_path, 30)
+    assert "step 16 was restored from the fast tier" in caplog.text
     assert found[0] == 16
     assert found[1] == expected[1] == 30.0
     assert 16 in steps_in(tmp_path / "slow")  # what the failed process did not copy
