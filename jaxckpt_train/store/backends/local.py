@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import re
 import secrets
@@ -385,9 +386,9 @@ class LocalSource(_LocalFile):
                 if filled < needed and filled % self.alignment:
                     self._leave_direct()
 
-    def fileno(self) -> int:
-        """The descriptor, for calls of the system."""
-        return self._descriptor
+    def opened(self) -> io.FileIO:
+        """The file, for `socket.sendfile`; to be closed before this source."""
+        return open(self._descriptor, "rb", buffering=0, closefd=False)
 
     def close(self) -> None:
         """Close the file."""

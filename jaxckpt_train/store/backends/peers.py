@@ -118,7 +118,7 @@ class Connection:
     def send_from(self, source: LocalSource, body: msgspec.Struct, offset: int, nbytes: int) -> None:
         """Send content whose payload is a part of a file, without its digest."""
         self._send_head(_CONTENT, body, nbytes, b"")
-        with open(source.fileno(), "rb", buffering=0, closefd=False) as file:  # `sendfile` reads it after any error
+        with source.opened() as file:
             if self._link.sendfile(file, offset, nbytes) != nbytes:
                 raise FrameError("a file became shorter")
 
