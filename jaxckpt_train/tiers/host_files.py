@@ -278,6 +278,7 @@ class _ReplicatedSource:
         self._source, self._others = source, others
         self.size, self.modified_ns, self.alignment = source.size, source.modified_ns, source.alignment
         self.copies = 1 + len(others)
+        self._order = [*range(self.copies)]  # the one that was read last comes first: another one may be silent
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
         def read(number: int) -> None:
@@ -286,7 +287,10 @@ class _ReplicatedSource:
             else:
                 self._source.read_into(offset, data, needed)
 
-        _first(range(self.copies), read)
+        order = self._order
+        place, _ = _first(order, read)
+        if place:
+            self._order = [*order[place:], *order[:place]]
 
     def read_copy(self, number: int, offset: int, data: np.ndarray) -> None:
         """Fill a flat uint8 array from another copy."""

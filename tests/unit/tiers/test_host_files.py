@@ -14,6 +14,7 @@ import pytest
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import FastTierSettings
 from jaxckpt_train.store.backends.peers import FileServer, Peer
+from jaxckpt_train.tiers import host_files
 from jaxckpt_train.tiers.fast_tier import FastTier
 from jaxckpt_train.tiers.host_files import LAYOUT_NAME, HeldStep, HostFiles, Layout, encode_layout
 
@@ -63,6 +64,29 @@ def test_layout_of_a_host_that_does_not_answer_is_not_missing(tmp_path: Path) ->
         server.close()
         with pytest.raises(StorageError):
             files.layout(STEP)
+
+
+def test_silent_copy_is_waited_for_once() -> None:
+    asked = list[str]()
+
+    class Copy:
+        size, modified_ns, alignment = 10, 0, 1
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
+            asked.append(self.name)
+            if self.name == "silent":
+                raise StorageError(errno.ETIMEDOUT, "timed out")
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    source = host_files._ReplicatedSource(Copy("silent"), [lambda: Copy("other")])
+    for offset in range(5):
+        source.read_into(offset, np.empty(1, np.uint8), 1)
+    assert asked == ["silent", *["other"] * 5]
 
 
 @pytest.mark.parametrize("name", ["COMMIT", NAME])
