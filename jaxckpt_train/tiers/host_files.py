@@ -277,8 +277,8 @@ class _ReplicatedSource:
     def __init__(self, source: Source, others: Sequence[Callable[[], Source]]) -> None:
         self._source, self._others = source, others
         self.size, self.modified_ns, self.alignment = source.size, source.modified_ns, source.alignment
-        self.copies = 1 + len(others)
-        self._order = [*range(self.copies)]  # the one that was read last comes first: another one may be silent
+        self._order = [*range(1 + len(others))]  # the one that was read last comes first: another one may be silent
+        self.copies = len(self._order) + 1  # the last one is `source` again: it may not be what was read
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
         def read(number: int) -> None:
@@ -294,6 +294,9 @@ class _ReplicatedSource:
 
     def read_copy(self, number: int, offset: int, data: np.ndarray) -> None:
         """Fill a flat uint8 array from another copy."""
+        if number > len(self._others):
+            self._source.read_into(offset, data, len(data))
+            return
         with contextlib.closing(self._others[number - 1]()) as source:
             if source.size != self.size:
                 raise CorruptCheckpointError(f"a copy has {source.size} bytes, expected {self.size}")

@@ -14,6 +14,7 @@ import pytest
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import FastTierSettings
 from jaxckpt_train.store.backends.peers import FileServer, Peer
+from jaxckpt_train.store.files import read_intact
 from jaxckpt_train.tiers import host_files
 from jaxckpt_train.tiers.fast_tier import FastTier
 from jaxckpt_train.tiers.host_files import LAYOUT_NAME, HeldStep, HostFiles, Layout, encode_layout
@@ -87,6 +88,30 @@ def test_silent_copy_is_waited_for_once() -> None:
     for offset in range(5):
         source.read_into(offset, np.empty(1, np.uint8), 1)
     assert asked == ["silent", *["other"] * 5]
+
+
+def test_copy_that_was_silent_is_read_where_the_others_are_damaged() -> None:
+    refusals = [StorageError(errno.ETIMEDOUT, "timed out")]
+
+    class Copy:
+        size, modified_ns, alignment = 10, 0, 1
+
+        def __init__(self, content: int) -> None:
+            self.content = content
+
+        def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
+            if self.content and refusals:
+                raise refusals.pop()
+            data[:needed] = self.content
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    source, data = host_files._ReplicatedSource(Copy(7), [lambda: Copy(0)]), np.empty(1, np.uint8)
+    for offset in range(3):
+        source.read_into(offset, data, 1)
+        assert data[0] == 0
+        assert read_intact(source, offset, data, lambda: data[0] == 7)
 
 
 @pytest.mark.parametrize("name", ["COMMIT", NAME])
