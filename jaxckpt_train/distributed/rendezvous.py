@@ -121,6 +121,9 @@ class Rendezvous:
             try:
                 result = act()
             except BaseException as error:
+                if self._failed is None:  # a process that failed may have removed what this one was reading
+                    with contextlib.suppress(CheckpointError):
+                        self._note_failure(self._contributions.look())
                 failure = self._failure_behind(error)
                 encoded = self._failed if failure is not None else None
                 with _notifying(failure or error):

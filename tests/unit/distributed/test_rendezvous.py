@@ -17,7 +17,13 @@ from benchmarks.counted_values import CountedValues, ValuesOfProcess
 from jaxckpt_train.distributed import rendezvous
 from jaxckpt_train.distributed.coordinator import ManyProcesses
 from jaxckpt_train.distributed.rendezvous import PACK, SMALL_BYTES, Contributions
-from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError, StorageError
+from jaxckpt_train.errors import (
+    CheckpointError,
+    CheckpointTimeoutError,
+    CorruptCheckpointError,
+    OtherProcessError,
+    StorageError,
+)
 
 LIMIT_S = 60.0
 
@@ -173,6 +179,30 @@ def test_failing_process_raises_its_own_error() -> None:
         assert caught.value is own
         with pytest.raises(StorageError, match="process 1, writing: full"):
             led.result()
+
+
+def test_primary_raises_the_error_that_came_first() -> None:
+    """Its own one may follow from it: another process removes its files after it has failed."""
+    values, has_failed = CountedValues(waits=True), threading.Event()
+    other = values.of(1)
+
+    def fail() -> None:
+        def give() -> bytes:
+            raise StorageError(28, "full", "/a")
+
+        with pytest.raises(StorageError):
+            ManyProcesses(other, 1, 2, LIMIT_S).exchange("writing", give)
+        has_failed.set()
+
+    def give() -> bytes:
+        assert has_failed.wait(LIMIT_S)
+        raise CorruptCheckpointError("the file is gone")
+
+    with ThreadPoolExecutor(1) as pool:
+        failing = pool.submit(fail)
+        with pytest.raises(StorageError, match="process 1, writing: full"):
+            ManyProcesses(values.of(0), 0, 2, LIMIT_S).exchange("writing", give)
+        failing.result()
 
 
 def test_missing_process_among_many_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
