@@ -60,6 +60,7 @@ class WarmProcess:
         assert is_alike(environment), "a variable is read before the fork: use a fresh process"
         self.args = [*map(os.fspath, command)]
         self.returncode: int | None = None
+        self._reaping = threading.Lock()
         self._source = _source(source)
         request = {"command": self.args, "environment": {**environment}, "cwd": str(cwd or REPO_ROOT)}
         ours, theirs = zip(*map(_end, (stdin, stdout, stderr), (True, False, False)), strict=True)
@@ -76,10 +77,11 @@ class WarmProcess:
 
     def poll(self) -> int | None:
         """Return its exit code, or None while it runs."""
-        if self.returncode is None and select.select([self._ends], [], [], 0)[0]:
-            self.returncode = os.waitstatus_to_exitcode(self._source.ask({"ended": self.pid}, []))
-            os.close(self._ends)
-        return self.returncode
+        with self._reaping:  # several threads may ask
+            if self.returncode is None and select.select([self._ends], [], [], 0)[0]:
+                self.returncode = os.waitstatus_to_exitcode(self._source.ask({"ended": self.pid}, []))
+                os.close(self._ends)
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end, and return its exit code.
