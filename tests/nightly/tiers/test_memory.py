@@ -26,7 +26,8 @@ def test_memory_of_many_saves(redundancy: str) -> None:
         options = {"redundancy": redundancy}
         processes = job.call(fast.saves_often, *places, SAVES, MIB, options, timeout_s=800.0)
     for rows in processes:
-        assert max(row["peak"] for row in rows) <= (MIB + 80) << 20  # a copy of the state, buffers, and some 50 MiB that malloc keeps
+        # A copy of the state, buffers, and some 50 MiB that malloc keeps.
+        assert max(row["peak"] for row in rows) <= (MIB + 80) << 20
         third = len(rows) // 3
         for name, slack in SLACK.items():
             before, after = (max(row[name] for row in part) for part in (rows[third : 2 * third], rows[2 * third :]))
