@@ -338,6 +338,8 @@ class StepManager:
         if self._fast is None:
             return
         self._save_slot.wait_until_ended()
+        self._job_sync.hold()
+        self._fast.own()
         newest = self._job_sync.on_primary("choosing a step to drain", self._fast.undrained)
         if newest is not None:
             name, step = newest

@@ -342,6 +342,16 @@ def test_run_directory_that_is_not_mounted_costs_no_steps(tmp_path: Path) -> Non
     assert train(tmp_path, 26)[:2] == (25, 26.0)
 
 
+def test_step_can_be_copied_before_the_first_save(tmp_path: Path) -> None:
+    tier = jct.FastTierSettings(directory=tmp_path / "fast")
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+        assert manager.save(1, {"x": np.full(10, 1)}, fast_only=True)
+    with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
+        assert manager.restore()["x"][0] == 1
+        manager.drain_newest()
+    assert steps_in(tmp_path / "slow") == [1]
+
+
 def test_load_finds_fast_steps_and_restores_nothing(tmp_path: Path) -> None:
     tier = jct.FastTierSettings(directory=tmp_path / "fast")
     with jct.StepManager(tmp_path / "slow", fast_tier=tier) as manager:
