@@ -43,6 +43,7 @@ MAX_CONNECTIONS = 64  # and as many newcomers: connections that have not sent a 
 HANDSHAKE_S = 10.0
 IDLE_S = 600.0  # then the server closes a connection
 _PAUSE_S = 0.05
+_NEWCOMER_PAUSE_S = 0.01  # if many strangers connect, each newcomer has 64 times this for its handshake
 _MAX_OFFSET = (1 << 63) - 1 - MAX_PAYLOAD_BYTES  # the system has no larger ones
 _MAGIC = b"JCK1"
 _HEADER = struct.Struct(">4sQBII16s16s")
@@ -192,6 +193,7 @@ class FileServer:
         _servers.add(self)
         self._open, self._changed, self._closed = set[socket.socket](), threading.Condition(), threading.Event()
         self._newcomers, self._idle = dict[socket.socket, None](), dict[socket.socket, None]()  # by age
+        self._refused = 0
         threading.Thread(target=self._accept, name="jaxckpt-peers", daemon=True).start()
 
     def close(self) -> None:
@@ -213,7 +215,7 @@ class FileServer:
                     return
                 continue
             with self._changed:
-                if not self._changed.wait_for(lambda: len(self._newcomers) < MAX_CONNECTIONS, _PAUSE_S):
+                if not self._changed.wait_for(lambda: len(self._newcomers) < MAX_CONNECTIONS, _NEWCOMER_PAUSE_S):
                     self._evict(self._newcomers)
                 if self._closed.is_set():
                     link.close()
@@ -247,14 +249,22 @@ class FileServer:
                         self._idle[link] = None
         except (FrameError, MemoryError) as error:
             if not self._closed.is_set() and not isinstance(error, _EndedError):
-                why = str(error) or "no memory"
-                _log.warning("%s: a connection from %s was refused: %s", self._directory, address[0], why)
+                self._warn_of_refused(address[0], str(error) or "no memory")
         except OSError as error:
             if error.errno == errno.EIO:  # of the disk; otherwise the client is gone, and reports the error
                 _log.warning("%s: a file for %s could not be read: %s", self._directory, address[0], error)
         finally:
             with self._changed:
                 self._drop(link)
+
+    def _warn_of_refused(self, address: str, why: str) -> None:
+        """Log the 1st, 2nd, 4th, 8th ... refused connection."""
+        with self._changed:
+            self._refused += 1
+            number = self._refused
+        if number & (number - 1) == 0:
+            text = "%s: a connection from %s was refused (number %d): %s"
+            _log.warning(text, self._directory, address, number, why)
 
     def _admit(self, link: socket.socket) -> None:
         """Let a connection that has sent a request have its answer. Raises FrameError: there is no room for it."""

@@ -172,6 +172,19 @@ def test_wrong_token_is_refused(tmp_path: Path) -> None:
         peer.open("data")
 
 
+def test_many_strangers_fill_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with contextlib.closing(FileServer(str(tmp_path), TOKEN, "127.0.0.1")) as server:
+        for _ in range(20):
+            with socket.create_connection(server.address) as stranger:
+                stranger.sendall(bytes(200))
+                with contextlib.suppress(ConnectionResetError):
+                    while stranger.recv(1000):
+                        pass
+    for thread in [each for each in threading.enumerate() if each.name.startswith("jaxckpt-peer-")]:
+        thread.join()
+    assert [record.getMessage().split("number ")[1][:2] for record in caplog.records] == ["1)", "2)", "4)", "8)", "16"]
+
+
 def test_server_that_does_not_know_the_token_is_refused() -> None:
     one, other = socket.socketpair()
     with contextlib.closing(one), contextlib.closing(other):
