@@ -6,6 +6,7 @@ what is on its host, and the primary commits the copy as a step of the run, with
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -26,6 +27,7 @@ from jaxckpt_train.errors import (
     CheckpointExistsError,
     CheckpointTimeoutError,
     CorruptCheckpointError,
+    StorageError,
     suppress_secondary,
 )
 from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, ProgressTracker, start_save
@@ -168,8 +170,7 @@ class FastSteps:
         self._job_sync.on_all("removing what interrupted saves have left on the fast tier", self.tier.clean)
         self.look()
         self.tier.remove_interrupted()
-        if self._job_sync.is_primary:
-            self._warn_about_lost_step()
+        self._job_sync.on_primary("reading the history", self._warn_about_lost_step, time.monotonic)
         if self._foreign and self._job_sync.is_primary:
             _log.warning(
                 "%s: has steps of another run in %s (%s): that was deleted, or is not mounted. They are removed once "
@@ -182,7 +183,9 @@ class FastSteps:
 
     def _warn_about_lost_step(self) -> None:
         """In the primary, before the first save: warn if the last step that was saved is gone from all hosts."""
-        last = self._run.past.last_fast
+        last = None
+        with contextlib.suppress(CheckpointError):  # a history that cannot be read prevents no training
+            last = self._run.past.last_fast
         if last is None or last.name in {*self._foreign, *self._unusable, *(each.name for each in self._run.fast)}:
             return
         found = branch_last([*self._run.newest(), *self._run.fast_line()], self._run.left())
@@ -392,7 +395,7 @@ class _Drain:
                 with suppress_secondary(error, self._run.directory):
                     self._transaction.abort_after(error)
             _log.warning("step %d of the fast tier was not drained: %s: %s", step, type(error).__name__, error)
-            if isinstance(error, CorruptCheckpointError):
+            if isinstance(error, CorruptCheckpointError | StorageError) and is_damage(error):
                 for entry in (each for each in self._run.whole_fast() if each.name == name):
                     self._run.saw_damage(entry)
             if not self._fast.abandoned.is_set():

@@ -214,12 +214,22 @@ class Attempt:
             (self._folders if entry.kind == "directory" else self._files).append(f"{self.directory}/{path}")
             yield path, entry
 
-    def sync(self) -> None:
-        """Sync everything that is not synced yet, several files at a time: a journal writes them together."""
+    def sync(self, progress: Callable[[int], object] | None = None) -> None:
+        """Sync everything that is not synced yet, several files at a time: a journal writes them together.
+
+        `progress` is called from several threads, with 0, after each file.
+        """
         paths = list(self._files) if self._sync else []
         if self._sync_directories:
             paths += [*reversed(self._folders), self.directory]
-        shared_workers(SYNCS_AT_ONCE, f"jaxckpt-sync{self.tier}").run_all(self._backend.sync, paths)
+        sync_path = self._backend.sync
+
+        def sync(path: str) -> None:
+            sync_path(path)
+            if progress is not None:
+                progress(0)
+
+        shared_workers(SYNCS_AT_ONCE, f"jaxckpt-sync{self.tier}").run_all(sync, paths)
 
 
 def _walk(backend: Backend, directory: str, name: str) -> Iterator[tuple[str, Entry]]:

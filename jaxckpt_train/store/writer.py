@@ -174,6 +174,10 @@ def _take_over(
 def _is_intact(files: Opener, before: str, sources: Sources, candidate: Candidate, settings: StoreSettings) -> bool:
     """Whether a segment still has the bytes that were saved; all of it is read."""
     try:
+        files.open(before, candidate.segment.file, direct=False).close()
+    except StorageError:
+        return False  # it is not here, as for a checkpoint on an object store or another host
+    try:
         problem = segment_problem(files, before, settings.digest, candidate.segment, sources.records(candidate))
     except StorageError as error:
         problem = str(error)

@@ -21,6 +21,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backends.base import Source, is_damage, storage_error
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.backends.peers import Peer
+from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.files import read_opened
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME, NOT_JSON
 from jaxckpt_train.tiers.parity import Kind, Reader, Stripes, rebuild, stream_reader
@@ -295,7 +296,10 @@ class _ReplicatedSource:
     def read_copy(self, number: int, offset: int, data: np.ndarray) -> None:
         """Fill a flat uint8 array from another copy."""
         if number > len(self._others):
-            self._source.read_into(offset, data, len(data))
+            start = offset // self.alignment * self.alignment
+            memory = aligned_buffer(-(-(offset + len(data) - start) // self.alignment) * self.alignment)
+            self._source.read_into(start, memory, offset + len(data) - start)
+            data[:] = memory[offset - start :][: len(data)]
             return
         with contextlib.closing(self._others[number - 1]()) as source:
             if source.size != self.size:

@@ -170,7 +170,7 @@ class HostSave(CheckpointSave):
             self._write_parity(attempt, layout, members, name)
         self._own_files = [path for path, _ in layout.files[process]]
         attempt.track_files(self._own_files)
-        attempt.sync()
+        attempt.sync(self._progress)
         attempt.check_before_publishing()
         return b""
 

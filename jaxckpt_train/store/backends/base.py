@@ -31,7 +31,9 @@ DAMAGE = {
     errno.ENOTDIR,
     errno.EISDIR,
     errno.EBADMSG,
-    getattr(errno, "EUCLEAN", errno.EIO),  # macOS does not have it
+    errno.EILSEQ,
+    errno.ENODATA,  # what a direct read of a bad sector may give
+    *(getattr(errno, name) for name in ("EUCLEAN", "EREMOTEIO") if hasattr(errno, name)),  # not on macOS
 }
 # Prefixes of a backend's short-lived temporary files; a crash may leave such files, and they have no meaning.
 TEMPORARY_PREFIXES = (".jaxckpt-new-", ".jaxckpt-now-")

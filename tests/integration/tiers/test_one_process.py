@@ -118,17 +118,23 @@ def test_copies_share_nothing_with_a_run_that_has_damage(tmp_path: Path) -> None
     assert all(file.stat().st_nlink == 1 for file in newest.rglob("*.safetensors"))
 
 
-def test_damage_that_a_copy_finds_is_not_taken_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["byte", "sector"])
+def test_damage_that_a_copy_finds_is_not_taken_over(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = jct.FastTierSettings(directory=tmp_path / "fast", interval_steps=1)
     with jct.StepManager(tmp_path / "slow", fast_tier=tier, frozen="base") as manager:
         assert manager.save(1, {"state": frozen_state(1)}, fast_only=True)
         manager.wait()
         (file,) = [each for each in (tmp_path / "fast").rglob("*.safetensors") if each.stat().st_size >= 4 << 20]
-        with file.open("r+b") as opened:
-            opened.seek(-1, os.SEEK_END)
-            opened.write(b"?")
+        if damage == "byte":
+            with file.open("r+b") as opened:
+                opened.seek(-1, os.SEEK_END)
+                opened.write(b"?")
+        else:
+            refuse_reads(monkeypatch, file.stat().st_ino)
         assert manager.save(2, {"state": frozen_state(2)})
-        with pytest.raises(jct.CorruptCheckpointError):
+        with pytest.raises(jct.CorruptCheckpointError if damage == "byte" else jct.StorageError):
             manager.wait()
         for step in (3, 4):
             assert manager.save(step, {"state": frozen_state(step)})
@@ -138,6 +144,18 @@ def test_damage_that_a_copy_finds_is_not_taken_over(tmp_path: Path) -> None:
         found = manager.restore({"state": frozen_state(0)})["state"]
         assert manager.restored_step == 4
     assert all(np.array_equal(found[name], value) for name, value in frozen_state(4).items())
+
+
+def refuse_reads(monkeypatch: pytest.MonkeyPatch, inode: int) -> None:
+    """Make the disk refuse reads of the data of a file."""
+    read = os.preadv
+
+    def refusing(descriptor: int, *arguments: Any) -> int:
+        if os.fstat(descriptor).st_ino == inode:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "preadv", refusing)
 
 
 def test_copies_are_equal_and_whole(tmp_path: Path) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import FastTierSettings
+from jaxckpt_train.store.backends.base import Source
+from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.backends.peers import FileServer, Peer
 from jaxckpt_train.store.files import read_intact
 from jaxckpt_train.tiers import host_files
@@ -88,6 +92,23 @@ def test_silent_copy_is_waited_for_once() -> None:
     for offset in range(5):
         source.read_into(offset, np.empty(1, np.uint8), 1)
     assert asked == ["silent", *["other"] * 5]
+
+
+@pytest.mark.parametrize("direct", [True, "auto", False])
+def test_damage_of_all_copies_is_no_refusal(tmp_path: Path, direct: Any) -> None:
+    copies = list[Callable[[], Source]]()
+    for name, how in (("here", direct), ("elsewhere", False)):
+        (tmp_path / name).write_bytes(bytes(10_000))
+        copies.append(functools.partial(LocalBackend().open, str(tmp_path), name, direct=how))
+    try:
+        source = host_files._first_of(copies, 10_000)
+    except StorageError as error:
+        pytest.skip(str(error))
+    data = np.ones(1808, np.uint8)
+    assert not read_intact(source, 8192, data, lambda: False)
+    source.read_copy(2, 8192, data)  # type: ignore[attr-defined]
+    assert data.tobytes() == bytes(1808)
+    source.close()
 
 
 def test_copy_that_was_silent_is_read_where_the_others_are_damaged() -> None:
