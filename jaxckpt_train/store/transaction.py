@@ -219,9 +219,8 @@ class Attempt:
 
         `progress` is called from several threads, with 0, after each file.
         """
-        paths = list(self._files) if self._sync else []
-        if self._sync_directories:
-            paths += [*reversed(self._folders), self.directory]
+        folders = [*reversed(self._folders), self.directory] if self._sync_directories else []
+        paths = [*self._files, *folders] if self._sync else []
         sync_path = self._backend.sync
 
         def sync(path: str) -> None:
